@@ -120,12 +120,12 @@ def main():
             first = text.index(wrong)
             starts = [0, *accumulate(map(len, texts))]
             of_step = [w for w, start in zip(weights, starts, strict=False) if first <= start < first + len(wrong)]
-            others = weights[: int(answer.int().argmax())]
+            reasoning = weights[: int(answer.int().argmax())]
             print(
                 f"{' ' * first}{'^' * len(wrong)} the wrong step: mean weight {sum(of_step) / len(of_step):.2f}, ",
                 end="",
             )
-            print(f"all reasoning {sum(others) / len(others):.2f}")
+            print(f"all reasoning {sum(reasoning) / len(reasoning):.2f}")
     print("\nweight " + " ".join(painted(f" {weight:g} ", weight) for weight in (0.5, 0.8, 1, 1.3, 2, 3, 5)))
     print("A weight says how much the answer hangs on a token, which is not whether the token is wrong.")
 

@@ -8,7 +8,7 @@ from grail_advantage.dump import write_whole
 
 
 def marked(text: str, name: str) -> str:
-    """The text between ``<!-- NAME -->`` and ``<!-- /NAME -->``, without the line breaks around it.
+    """Returns the text between ``<!-- NAME -->`` and ``<!-- /NAME -->``, without the line breaks around it.
 
     Raises:
         ValueError: the markers are not there once each, in order.

@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """By their full names."""
+        """Returns the options by their full names."""
         parts = ("actor.", "rollout.", "model.")
         return tuple(f"actor_rollout_ref.{name}" if name.startswith(parts) else name for name in self.says.split())
 
@@ -57,13 +57,13 @@ def _loss(mode: str, scale: float, longest: int) -> str | None:
 
 
 def _cap(level: str | None, bounds: Any) -> float | None:
-    """The upper bound, where the lower one cuts nothing: verl's ratios are 2e-9 at least."""
+    """Returns the upper bound, where the lower one cuts nothing: verl's ratios are 2e-9 at least."""
     low, _, high = str(bounds).partition("_")
     return float(high) if level and high and float(low) <= 2e-9 else None
 
 
 def _stem(files: Any) -> str:
-    """Of the training file, ``deepmath`` or ``deepmath_published``."""
+    """Returns the stem of the training file, ``deepmath`` or ``deepmath_published``."""
     return Path(files if isinstance(files, str) else files[0]).stem
 
 
@@ -169,7 +169,7 @@ GROUPS = {"training": TRAINER, "model, data": MODEL, "token weights": WEIGHTS, "
 
 
 def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
-    """Arguments of ``trl.GRPOConfig`` for the published run on some processes, 256 responses an update in all.
+    """Returns arguments of ``trl.GRPOConfig`` for the published run on some processes, 256 responses an update in all.
 
     Raises:
         ValueError: a number of processes that does not divide its 32 micro-batches of 8.
@@ -182,29 +182,33 @@ def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
 
 
 def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
-    """Each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it), ``corrected`` or
-    ``differs``."""
+    """Returns each setting, a configuration's value in its terms, and ``=``, ``~`` (there is a reason for it),
+    ``corrected`` or ``differs``."""
     rows = []
     method = config.algorithm.adv_estimator
     section = "oar" if method in ("oar_g", "oar_p") else method
     for setting in itertools.chain(*GROUPS.values()):
         values = [OmegaConf.select(config, option.replace("METHOD", section)) for option in setting.options]
         ours = setting.ours(*values) if values else None
-        numbers = isinstance(setting.theirs, float) and isinstance(ours, int | float)
-        same = math.isclose(setting.theirs, ours, rel_tol=1e-12) if numbers else setting.theirs == ours
-        verdict = "=" if same else "differs"
-        if verdict == "differs" and setting.why and setting.value in (None, ours):
-            verdict = "~"
-        elif (
-            verdict == "differs" and setting.corrected and ours == setting.instead and not config.get("published_ratio")
-        ):
-            verdict = "corrected"
-        rows.append((setting, ours, verdict))
+        rows.append((setting, ours, _verdict(setting, ours, config)))
     return rows
 
 
+def _verdict(setting: Setting, ours: Any, config: DictConfig) -> str:
+    same = setting.theirs == ours
+    if isinstance(setting.theirs, float) and isinstance(ours, int | float):
+        same = math.isclose(setting.theirs, ours, rel_tol=1e-12)
+    if same:
+        return "="
+    if setting.why and setting.value in (None, ours):
+        return "~"
+    if setting.corrected and ours == setting.instead and not config.get("published_ratio"):
+        return "corrected"
+    return "differs"
+
+
 def shown(value: Any) -> str:
-    """A value on one line."""
+    """Returns a value on one line."""
     return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
 
 
@@ -222,7 +226,8 @@ def main() -> None:
         why = {"differs": "no reason is known", "corrected": setting.corrected, "~": setting.why}.get(verdict, "")
         value = "" if ours is None else shown(ours)
         rows.append([setting.name, shown(setting.theirs), setting.place, verdict, value, why])
-        wrong += [f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here"] if verdict == "differs" else []
+        if verdict == "differs":
+            wrong.append(f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here")
     print("\n".join(table(["setting", "theirs", "place", "", "ours, in their terms", "why"], rows)))
     if wrong:
         sys.exit("\n".join(wrong))

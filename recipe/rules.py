@@ -54,7 +54,7 @@ def check_settings(run: Settings) -> None:
 
 
 def _correction(s: Settings) -> str | None:
-    """The option that has the rollout's log-probabilities compared with the trainer's.
+    """Returns the option that has the rollout's log-probabilities compared with the trainer's.
 
     vLLM gives them after all sampling options (``processed_logprobs``), and so over the tokens that ``top_k`` and
     ``top_p`` leave; the trainer's softmax is over the whole vocabulary. With equal weights, the ratio of the two is

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.venv/trl python scripts/docs_pages.py    # --check: writes nothing; status 1 where one is not current
 
-:data:`PASSAGES` come from the registered methods, rules, docstrings, ``recipe/published.py``, ``benchmarks/results``.
+They come from the registered methods, rules, docstrings, ``recipe/published.py``, ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,18 @@ from recipe.marked_text import marked, write_marked
 from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
 
-sys.path.insert(0, str(ROOT := Path(__file__).parents[1]))
-
-from scripts import sizing
-
-WORDS = {"": "nothing", "saliency": "backward to an activation", "sequences": "logits of made-up sequences"}
-WORDS["log_probs"] = "log-probabilities"
-WORDS["old_log_probs"] = "old log-probabilities"
-WORDS["hidden_states"] = "hidden states"
-WORDS["examples"] = "prompts as messages"
-WORDS["tokens"] = "token ids"
-WORDS["messages"] = "what tools and users said"
+ROOT = Path(__file__).parents[1]
+WORDS = {
+    "": "nothing",
+    "saliency": "backward to an activation",
+    "sequences": "logits of made-up sequences",
+    "log_probs": "log-probabilities",
+    "old_log_probs": "old log-probabilities",
+    "hidden_states": "hidden states",
+    "examples": "prompts as messages",
+    "tokens": "token ids",
+    "messages": "what tools and users said",
+}
 KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
 """Types of a JSON schema, as the page names them, where their own names do not serve."""
 KNOWN = [build(name) for name, kind in sorted(methods().items()) if kind.__module__.startswith("grail_advantage.")]
@@ -53,7 +54,7 @@ KNOWN_MAPS = sorted(name for name, entry in MAPS.items() if entry.function.__mod
 
 
 def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -> list[list[str]]:
-    """Name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
+    """Returns name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
     fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
     properties = owner.model_json_schema().get("properties", {})
     schemas = {
@@ -87,8 +88,8 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
     return [[f"`{name}`", default(name), allowed(name), schemas[name].get("description", "")] for name in names]
 
 
-def overview() -> str:
-    """The table of all methods."""
+def overview() -> list[str]:
+    """Returns the table of all methods."""
     figures = json.loads((ROOT / "benchmarks/results/methods-cpu.json").read_text(encoding="utf-8"))
     headings = {method.name: _heading(of_class) for of_class in BY_CLASS.values() for method in of_class}
     rows = []
@@ -102,11 +103,11 @@ def overview() -> str:
     head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source", "read at"]
     how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`,"
     how = f"{how} default options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
-    return "\n".join(["## All methods", "", *table(head, rows), "", how])
+    return ["## All methods", "", *table(head, rows), "", how]
 
 
-def reference() -> str:
-    """Inputs and modes, and a section for each method and map."""
+def reference() -> list[str]:
+    """Returns inputs and modes, and a section for each method and map."""
     head = ["option", "default", "allowed", "meaning"]
     general = known_options(Method)
     rows = {owner: known_options(owner, of_class) for owner, of_class in BY_CLASS.items()}
@@ -138,11 +139,11 @@ def reference() -> str:
         if users:
             lines += [f"Default of {', '.join(users)}.", ""]
         lines += table(head[:3], [row[:3] for row in known_options(MAPS[name].options)])
-    return "\n".join(lines)
+    return lines
 
 
 def _about(row: list[str]) -> tuple[str, ...]:
-    """What methods share of an option: its name, allowed values and meaning."""
+    """Returns what methods share of an option: its name, allowed values and meaning."""
     name, _, allowed, meaning = row
     return name, allowed, meaning
 
@@ -161,7 +162,8 @@ def _modes() -> list[str]:
 
 
 def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> list[str]:
-    """A section's heading, the docstrings of its class and of the module that has no other, and what it needs."""
+    """Returns a section's heading, the docstrings of its class and of the module that has no other, and what it
+    needs."""
     docstrings = [inspect.getdoc(owner)]
     if not any(kind is not owner and kind.__module__ == owner.__module__ for kind in methods().values()):
         docstrings.insert(0, inspect.getdoc(inspect.getmodule(owner)))
@@ -177,7 +179,7 @@ def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> li
 
 
 def _owners(option: str) -> str:
-    """The methods that have an option of :class:`Method`, in words."""
+    """Returns the methods that have an option of :class:`Method`, in words."""
     of_weights = {method.name: option in type(method).model_fields for method in KNOWN if isinstance(method, Method)}
     if all(option in type(method).model_fields for method in KNOWN):
         return "every method"
@@ -190,70 +192,48 @@ def _heading(of_class: Sequence[BaseMethod]) -> str:
 
 
 def _value(value: Any) -> str:
-    """As YAML has it."""
+    """Returns a value as YAML has it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"`{text if len(text) < 90 else f'{text[:70]} ...'}`".replace("\n", "\\n")
 
 
 def _paragraphs(text: str) -> list[str]:
-    """A docstring less its parts for programmers."""
+    """Returns a docstring less its parts for programmers."""
     parts = [part for part in text.split("\n\n") if not re.match(r"Shapes?:|Raises:|Args:|Returns:", part)]
     return _names("\n\n".join(parts)).split("\n")
 
 
 def _names(text: str) -> str:
-    """A docstring with its roles as the names that they show, and links to papers."""
+    """Returns a docstring with its roles as the names that they show, and links to papers."""
     text = re.sub(r":\w+:`~(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
     text = re.sub(r"(?:``)?docs/(\w+)\.md(?:``)?", r"[\1](\1.md)", text)
     text = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
     return re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text).replace("``", "`")
 
 
-def figures() -> str:
-    """Figures of a batch and of an update's effect."""
-    meanings = METRICS | GRADIENT_METRICS | EFFECT_METRICS
+def figures() -> list[str]:
+    """Returns the figures of a batch and of an update's effect."""
+    meanings = {**METRICS, **GRADIENT_METRICS, **EFFECT_METRICS}
     for method in KNOWN:
-        meanings = meanings | method.metrics
-    rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
-    return "\n".join(table(["figure", "meaning"], rows))
+        meanings.update(method.metrics)
+    return table(["figure", "meaning"], [[f"`{name}`", meaning] for name, meaning in meanings.items()])
 
 
-def refused() -> str:
-    """What a run with verl is refused with."""
-    return "\n".join(_of_rules("refused", [rule for rule in verl_rules.RULES if not rule.warned]))
-
-
-def warned() -> str:
-    """What a run with verl is warned of, but for biases of turns."""
-    return "\n".join(_of_rules("warned of", _own_warnings(verl_rules.RULES)))
-
-
-def kept() -> str:
-    """With what verl's host leaves no response out."""
-    return "\n".join(_of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING))
-
-
-def forward() -> str:
-    """With what verl's forward gives the old log-probabilities."""
-    return "\n".join(_of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE))
-
-
-def trl() -> str:
-    """What TRL's trainer refuses and warns of, but for biases of turns."""
-    rules = trl_rules.RULES
-    lines = _of_rules("refused", [rule for rule in rules if not rule.warned])
+def trl() -> list[str]:
+    """Returns what TRL's trainer refuses and warns of, but for biases of turns."""
+    lines = _of_rules("refused", [rule for rule in trl_rules.RULES if not rule.warned])
     lines += ["", *_of_rules("refused with `skip_zero_advantage=True`", trl_rules.AGAINST_SKIPPING)]
-    return "\n".join([*lines, "", *_of_rules("warned of", _own_warnings(rules))])
+    return [*lines, "", *_of_rules("warned of", _own_warnings(trl_rules.RULES))]
 
 
-def biases() -> str:
-    """The biases of turns, by the options of both hosts."""
-    of_verl, of_trl = ([rule for rule in table if _is_bias(rule)] for table in (verl_rules.RULES, trl_rules.RULES))
+def biases() -> list[str]:
+    """Returns the biases of turns, by the options of both hosts."""
+    of_verl, of_trl = (filter(_is_bias, rules) for rules in (verl_rules.RULES, trl_rules.RULES))
     rows = [
         [_options(in_verl), _options(in_trl), in_verl.because.removeprefix(BIAS)]
         for in_verl, in_trl in zip(of_verl, of_trl, strict=True)
     ]
-    return "\n".join(table(["in verl", "in TRL", "bias"], rows))
+    return table(["in verl", "in TRL", "bias"], rows)
 
 
 def _is_bias(rule: Rule) -> bool:
@@ -265,7 +245,7 @@ def _own_warnings(rules: Iterable[Rule]) -> list[Rule]:
 
 
 def _options(rule: Rule) -> str:
-    """A rule's options without the sections that most have in front; of several with one name the first."""
+    """Returns a rule's options without the sections that most have in front; of several with one name the first."""
     names = [rule.option] if isinstance(rule.option, str) else rule.option
     last = {name.split(".")[-1]: name for name in reversed(names)}
     texts = [re.sub("^(actor_rollout_ref|algorithm)[.]", "", name) for name in names if name in last.values()]
@@ -273,103 +253,95 @@ def _options(rule: Rule) -> str:
 
 
 def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
-    """A table of options by reason."""
+    """Returns a table of options by reason."""
     by_reason: dict[str, dict[str, None]] = {}
     for rule in rules:
         by_reason.setdefault(rule.because, {})[_options(rule)] = None
     return table([heading, "because"], [[", ".join(options), _names(why)] for why, options in by_reason.items()])
 
 
-def patches() -> str:
-    """For each file a table of its functions and classes whose docstring says when they can go."""
-    files = {"verl_ext/patches": "verl", "model/patches": "torch and transformers, within a pass of a method alone"}
+def patches() -> list[str]:
+    """Returns for each file a table of its functions and classes whose docstring says when they can go."""
+    files = {
+        "verl_ext/patches": "verl",
+        "model/patches": "torch and transformers, within a pass of a method alone",
+        "trl_ext/trainer": "TRL, of which nothing is replaced",
+    }
     lines: list[str] = []
-    for file, heading in (files | {"trl_ext/trainer": "TRL, of which nothing is replaced"}).items():
+    for file, heading in files.items():
         name = f"grail_advantage/{file}.py"
         rows = []
         for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
-            docstring = ast.get_docstring(node) or "" if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
-            why, can, going = " ".join(_names(docstring).split("\nArgs:")[0].split()).partition("Can go ")
-            rows += [[f"`{node.name}`", why.strip().partition(". ")[0], going.strip().rstrip(".")]] if can else []
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            docstring = _names(ast.get_docstring(node) or "").split("\nArgs:")[0]
+            why, can_go, when = " ".join(docstring.split()).partition("Can go ")
+            if can_go:
+                rows.append([f"`{node.name}`", why.strip().partition(". ")[0], when.strip().rstrip(".")])
         lines += [f"### {heading}", "", f"[`{name}`](../{name})", ""]
         lines += [*table(["function", "what and why", "can go"], rows), ""]
-    return "\n".join(lines).rstrip()
+    return lines
 
 
-def contract() -> str:
-    """What a method gets and gives: fields of the records, as the source has them, and the members that it may write."""
+def contract() -> list[str]:
+    """Returns what a method gets and gives: fields of the records, as the source has them, and the members that it may
+    write."""
     lines = ["```python"]
     for record in (Rollouts, Row, RowScores):
-        source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0].splitlines()  # keys: of hosts
+        source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]  # keys: of hosts
         names = [*record.__dataclass_fields__, "#"]
-        lines += [
-            f"class {record.__name__}:",
-            *(line for line in source if re.split("[: ]", line.strip())[0] in names),
-            "",
-        ]
+        fields = [line for line in source.splitlines() if re.split("[: ]", line.strip())[0] in names]
+        lines += [f"class {record.__name__}:", *fields, ""]
     lines.append("class Method:")
     for name in ("select", "prepare", "run", "scores", "weights"):
         member = getattr(Method, name)
-        sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0]
-        lines.append(
-            f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {sentence.rstrip('.')}"
-        )
-    return "\n".join([*lines, "```"])
+        sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
+        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {sentence}")
+    return [*lines, "```"]
 
 
-def published() -> str:
-    """The published values that are not simply the same here, and what ``like=corrected`` has instead."""
+def published() -> list[str]:
+    """Returns the published values that are not simply the same here, and what ``like=corrected`` has instead."""
     rows = []
     for group, settings in PUBLISHED.items():
         rows.append([f"*{group}*", "", "", "", ""])
-        for setting in (
-            setting for setting in settings if setting.value is not None or setting.corrected or setting.why
-        ):
-            options = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
-            ours = options if setting.value is None or not setting.options else f"{options}: {shown(setting.value)}"
+        for setting in settings:
             corrected, _, why = setting.corrected.partition(": ")
-            rows.append(
-                [setting.name, f"`{shown(setting.theirs)}` ({setting.place})", ours, corrected, why or setting.why]
-            )
-    return "\n".join(table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows))
+            if setting.value is None and not corrected and not setting.why:
+                continue
+            ours = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
+            if ours and setting.value is not None:
+                ours = f"{ours}: {shown(setting.value)}"
+            theirs = f"`{shown(setting.theirs)}` ({setting.place})"
+            rows.append([setting.name, theirs, ours, corrected, why or setting.why])
+    return table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows)
 
 
-def memory() -> str:
-    """The fullest phase of a GPU by model, and what the command changes."""
-    rows = []
-    for key, model in list(sizing.MODELS.items())[:5]:  # the other two take what Qwen3-8B takes, to 2 GB
-        for gpus, size in ((1, 24), (1, 80)) if model.script == sizing.SMALL else ((1, 80), (2, 80), (8, 80)):
-            if setup := sizing.choose(model, gpus, size):
-                full = f"{max(sizing.phases(model, setup).values()):.0f}"
-                host = f"{sizing.host_memory(model, setup):.0f}"
-                command = sizing.command(model, setup)
-                rows.append([key, f"{gpus} x {size} GB", full, host, f"`{command}`"])
-    return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
+def passages() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield a page, the name of its markers, and the lines between them."""
+    verls = verl_rules.RULES
+    yield "methods.md", "methods", overview()
+    yield "reference_methods.md", "methods", reference()
+    yield "metrics.md", "metrics", figures()
+    yield "works_with.md", "refused", _of_rules("refused", [rule for rule in verls if not rule.warned])
+    yield "works_with.md", "warned", _of_rules("warned of", _own_warnings(verls))
+    yield "works_with.md", "kept", _of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING)
+    yield "loss_and_advantage.md", "forward", _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE)
+    yield "turns.md", "biases", biases()
+    yield "works_with.md", "trl", trl()
+    yield "what_installing_changes.md", "patches", patches()
+    yield "write_your_own.md", "contract", contract()
+    yield "published.md", "published", published()
 
-
-PASSAGES: list[tuple[str, str, Callable[[], str]]] = [  # page, name of its markers, what is between them
-    ("methods.md", "methods", overview),
-    ("reference_methods.md", "methods", reference),
-    ("metrics.md", "metrics", figures),
-    ("works_with.md", "refused", refused),
-    ("works_with.md", "warned", warned),
-    ("works_with.md", "kept", kept),
-    ("loss_and_advantage.md", "forward", forward),
-    ("turns.md", "biases", biases),
-    ("works_with.md", "trl", trl),
-    ("what_installing_changes.md", "patches", patches),
-    ("write_your_own.md", "contract", contract),
-    ("published.md", "published", published),
-    ("gpu.md", "sizing", memory),
-]
 
 if __name__ == "__main__":
     status = 0
-    for page, marker, passage in PASSAGES:
+    for page, marker, lines in passages():
         file = ROOT / "docs" / page
+        passage = "\n".join(lines)
         if sys.argv[1:] != ["--check"]:
-            write_marked(file, marker, passage())
-        elif marked(file.read_text(encoding="utf-8"), marker) != passage().strip():
+            write_marked(file, marker, passage)
+        elif marked(file.read_text(encoding="utf-8"), marker) != passage.strip():
             print(f"docs/{page}: {marker} is not current; run python scripts/docs_pages.py", file=sys.stderr)
             status = 1
     sys.exit(status)

@@ -28,10 +28,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def outside(link: re.Match[str]) -> str:
         path = (docs / page.file.src_uri).parent.joinpath(link[3]).resolve()
-        of_the_site = docs in path.parents and docs / "dev" not in (path, *path.parents)
-        if of_the_site and path.suffix in (".md", ".png", ".svg"):
+        is_on_site = docs in path.parents and docs / "dev" not in (path, *path.parents)
+        if is_on_site and path.suffix in (".md", ".png", ".svg"):
             return link[0]
-        address = f"{repository}/{'tree' if path.is_dir() else 'blob'}/main/{path.relative_to(ROOT)}{link[4] or ''}"
-        return f"{link[1]}{address})" if repository else link[2]
+        if not repository:
+            return link[2]
+        kind = "tree" if path.is_dir() else "blob"
+        return f"{link[1]}{repository}/{kind}/main/{path.relative_to(ROOT)}{link[4] or ''})"
 
     return LINK.sub(outside, markdown)

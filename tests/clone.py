@@ -14,19 +14,19 @@ WRITTEN_TO = {"outputs", "data", "results", "seen", "checkpoints", "gsm8k"}
 
 def files(root: Path = ROOT) -> dict[Path, int]:
     """The files of a clone, but for those of tools, with the nanosecond of their last change."""
-    found = {}
+    sizes = {}
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in OF_TOOLS]
         for name in names:
             path = Path(folder, name)
-            found[path.relative_to(root)] = path.lstat().st_mtime_ns
-    return found
+            sizes[path.relative_to(root)] = path.lstat().st_mtime_ns
+    return sizes
 
 
-def changed(before: Mapping[Path, int], after: Mapping[Path, int]) -> list[str]:
+def changed(old: Mapping[Path, int], new: Mapping[Path, int]) -> list[str]:
     """The files that are new anywhere, and those that are other or gone where commands write: an editor may save the rest."""
-    left = [f"{path} (new)" for path in after.keys() - before.keys()]
-    for path in before:
-        if path.parts[0] in WRITTEN_TO and before[path] != after.get(path):
-            left.append(f"{path} ({'changed' if path in after else 'gone'})")
-    return sorted(left)
+    lines = [f"{path} (new)" for path in new.keys() - old.keys()]
+    for path in old:
+        if path.parts[0] in WRITTEN_TO and old[path] != new.get(path):
+            lines.append(f"{path} ({'changed' if path in new else 'gone'})")
+    return sorted(lines)

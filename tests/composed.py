@@ -37,10 +37,11 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
     """The configuration ``<name>.yaml`` of the recipe, or of another folder, with these overrides; the caller's own."""
     # An option has a section in front of it; what has none is another choice of files, or a section as a whole.
     values = [override for override in overrides if "." in override.split("=")[0]]
-    others = [override for override in overrides if override not in values]
-    if not all(override.startswith(("like=", "estimator=")) for override in others):
-        values, others = [], overrides
-    config = copy.deepcopy(_composed(folder, name, *others))
+    plain_overrides = [override for override in overrides if override not in values]
+    if not all(override.startswith(("like=", "estimator=")) for override in plain_overrides):
+        values = []
+        plain_overrides = overrides
+    config = copy.deepcopy(_composed(folder, name, *plain_overrides))
     with flag_override(config, "struct", True):
         ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     return config

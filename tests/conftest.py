@@ -23,8 +23,8 @@ VLLM_CACHE_ROOT VLLM_CONFIG_ROOT MPLCONFIGDIR XDG_DATA_HOME XDG_STATE_HOME
 """Variables that would lead elsewhere, or change what a test starts."""
 for name in OTHERS.split():
     os.environ.pop(name, None)
-os.environ |= {"HOME": AWAY.name, "PWD": AWAY.name, "HF_HOME": f"{AWAY.name}/huggingface"}
-os.environ |= {"XDG_CACHE_HOME": f"{AWAY.name}/cache", "XDG_CONFIG_HOME": f"{AWAY.name}/config"}
+os.environ.update(HOME=AWAY.name, PWD=AWAY.name, HF_HOME=f"{AWAY.name}/huggingface")
+os.environ.update(XDG_CACHE_HOME=f"{AWAY.name}/cache", XDG_CONFIG_HOME=f"{AWAY.name}/config")
 os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{AWAY.name}/hypothesis"
 
 import torch  # noqa: E402
@@ -40,8 +40,12 @@ GROUPS = [
     "verl_ext/test_only_weights.py benchmarks/test_gpu_check.py",
     "verl_ext/test_passes.py verl_ext/test_updates.py verl_ext/test_checks.py "
     "run_life/test_run_life.py benchmarks/test_benchmarks.py",
-    *("trl_ext/test_trl.py", "run_life/test_watch.py", "recipe/test_wheel.py"),
-    *("recipe/test_reward_processes.py", "verl_cpu/test_cpu_platform.py", "core/test_receipt.py"),
+    "trl_ext/test_trl.py",
+    "run_life/test_watch.py",
+    "recipe/test_wheel.py",
+    "recipe/test_reward_processes.py",
+    "verl_cpu/test_cpu_platform.py",
+    "core/test_receipt.py",
 ]
 TESTS = Path(__file__).parent
 PLACES = {TESTS / file: place for place, files in enumerate(GROUPS) for file in files.split()}
@@ -60,7 +64,8 @@ def _loggers_speak(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for name, logger in list(logging.Logger.manager.loggerDict.items()):
         if name.split(".")[0] in ("grail_advantage", "recipe") and isinstance(logger, logging.Logger):
-            logger.disabled, logger.propagate = False, True
+            logger.disabled = False
+            logger.propagate = True
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -78,8 +83,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail where a test left something in the clone."""
-    if (before := session.config.stash.get(BEFORE, None)) is not None and (left := changed(before, files())):
-        print("\nThe clone has other files than before the tests:", *left, sep="\n  ")
+    if (earlier := session.config.stash.get(BEFORE, None)) is not None and (changes := changed(earlier, files())):
+        print("\nThe clone has other files than before the tests:", *changes, sep="\n  ")
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 

@@ -19,12 +19,12 @@ _RUN = re.compile(r"<!-- run -->\n```python\n(?P<text>.*?)```", re.DOTALL)
 def files(page: str) -> dict[str, str]:
     """The blocks of a page that are marked as files, by name, and the files of its folder of examples."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    shown = {found["name"]: found["text"] for found in _FILE.finditer(text)}
+    texts = {match["name"]: match["text"] for match in _FILE.finditer(text)}
     if page not in FOLDERS:
-        return shown
-    whole = {file.name: file.read_text(encoding="utf-8") for file in FOLDERS[page].iterdir() if file.is_file()}
-    assert shown.items() <= whole.items(), f"{page} shows what the files of its folder are not"
-    return whole
+        return texts
+    complete = {file.name: file.read_text(encoding="utf-8") for file in FOLDERS[page].iterdir() if file.is_file()}
+    assert texts.items() <= complete.items(), f"{page} shows what the files of its folder are not"
+    return complete
 
 
 def write_files(page: str, folder: Path) -> None:
@@ -35,4 +35,4 @@ def write_files(page: str, folder: Path) -> None:
 
 def snippets(page: str) -> list[str]:
     """The blocks of a page that are marked to be run."""
-    return [found["text"] for found in _RUN.finditer((DOCS / page).read_text(encoding="utf-8"))]
+    return [matches["text"] for matches in _RUN.finditer((DOCS / page).read_text(encoding="utf-8"))]

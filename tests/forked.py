@@ -59,7 +59,8 @@ def start(module: str, *arguments: str, stdout: Path, stderr: Path | None = None
 def run(module: str, *arguments: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module`` to its end."""
     with tempfile.TemporaryDirectory() as folder:
-        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        stdout = Path(folder, "stdout")
+        stderr = Path(folder, "stderr")
         process = start(module, *arguments, stdout=stdout, stderr=stderr, **environment)
         process.join(timeout)
         status = process.exitcode

@@ -86,9 +86,13 @@ def plain_rollouts(**changes: Any) -> Rollouts:
     parts: dict[str, Any] = {
         "prompts": [torch.tensor(encode(response.prompt)) for response in RESPONSES],
         "responses": [torch.tensor(response.ids) for response in RESPONSES],
-        **{"mask": written_BT, "advantages": torch.tensor(ADVANTAGES), "tokenizer": char_tokenizer()},
-        **{"truncated": torch.arange(COUNT) == TRUNCATED, "groups": torch.arange(COUNT) // GROUP_SIZE},
-        **{"rewards": rewards_B, "fields": {"tool_rewards": [response.tool_rewards for response in RESPONSES]}},
+        "mask": written_BT,
+        "advantages": torch.tensor(ADVANTAGES),
+        "tokenizer": char_tokenizer(),
+        "truncated": torch.arange(COUNT) == TRUNCATED,
+        "groups": torch.arange(COUNT) // GROUP_SIZE,
+        "rewards": rewards_B,
+        "fields": {"tool_rewards": [response.tool_rewards for response in RESPONSES]},
         "facts": {"reward": rewards, "outcome": [outcome_of(reward) for reward in rewards]},
     }
     return Rollouts(**{**parts, **changes})

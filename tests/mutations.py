@@ -333,6 +333,18 @@ FAULTS = [
         "A.keys() | B.keys() => A.keys() & B.keys()",
         "run_life/test_run_life.py::test_everything_else_defines_a_run",
     ),
+    Fault(
+        "every start validates",
+        "recipe/run_life/trainer.py::fit",
+        "self.global_steps == 0 or A => True",
+        "run_life/test_run_life.py::test_the_first_start_alone_validates_before_training",
+    ),
+    Fault(
+        "two runs write into a dump",
+        "grail_advantage/verl_ext/entry.py::",
+        "hold(settings.dump.folder, A, B) => None",
+        "verl_ext/test_checks.py::test_verls_own_command_locks_the_dumps_folder",
+    ),
     # Precision, and scales of float16
     Fault(
         "verl's scale stays in gradients",
@@ -367,7 +379,7 @@ FAULTS = [
     # Seeds
     Fault(
         "every step has the same control",
-        "grail_advantage/weigh.py::_shuffled",
+        "grail_advantage/weigh.py::_order",
         "A.step => 0",
         "core/test_contract.py::test_the_shuffled_control_has_the_same_weights_on_other_tokens",
     ),
@@ -382,6 +394,12 @@ FAULTS = [
         "grail_advantage/methods/oar.py::_gradient",
         "noise_seed(A, B, C) => noise_seed(0, B, C)",
         "core/test_oar.py",
+    ),
+    Fault(
+        "samples of a problem have one seed",
+        "recipe/evaluate/sampling.py::draw",
+        "KEY[:3] => KEY[:2]",
+        "recipe/test_evaluate.py::test_every_sample_has_a_seed_of_its_own",
     ),
     # Boundaries
     Fault(
@@ -437,6 +455,12 @@ FAULTS = [
         "recipe/run_life/watch.py::",
         "A if refuses(B) else 0 => A if refuses(B) else 1",
         "run_life/test_watch.py::test_an_engine_is_dead_if_its_server_says_so_twice",
+    ),
+    Fault(
+        "a data set with one usable ground truth is refused",
+        "grail_advantage/reward/_truth.py::check_ground_truths",
+        "len(A) > row => len(A) >= row",
+        "recipe/test_ground_truths.py::test_rows_of_a_data_set_are_named_once",
     ),
     # Labels and figures
     Fault(
@@ -533,7 +557,7 @@ FAULTS = [
     Fault(
         "a number is right beside a label",
         "grail_advantage/reward/_exact.py::same_label",
-        "A and _VALUES.fullmatch(B) and C => False",
+        "A and re.fullmatch(B, C) and D => False",
         "recipe/test_reward.py::test_the_table_of_verdicts",
     ),
     Fault(
@@ -613,13 +637,13 @@ def planted(source: str, fault: Fault) -> str:
     tree = scope = ast.parse(source)
     for name in filter(None, fault.where.partition("::")[2].split(".")):
         scope = only([node for node in ast.walk(scope) if getattr(node, "name", None) == name], fault.where)
-    before, _, after = fault.change.partition(" => ")
-    pattern = parsed(before)
+    pattern_text, _, change_text = fault.change.partition(" => ")
+    pattern = parsed(pattern_text)
     places = [node for node in ast.walk(scope) if matches(pattern, node, {})]
-    place = only(places, f"{fault.where}: {before}")
+    place = only(places, f"{fault.where}: {pattern_text}")
     holes: dict[Any, Any] = {}
     matches(pattern, place, holes)
-    change = Filled(holes).visit(parsed(after))
+    change = Filled(holes).visit(parsed(change_text))
     return ast.unparse(ast.fix_missing_locations(Planted(place, change).visit(tree)))
 
 
@@ -647,7 +671,7 @@ def run_tests(folder: Path, tests: set[str]) -> None:
         for plugin in entry_points(group="verl.plugins"):
             plugin.load()
     options = ["-qx", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly"]
-    sys.exit(pytest.main([*options, *(f"tests/{each}" for test in sorted(tests) for each in test.split())]))
+    sys.exit(pytest.main([*options, *(f"tests/{node_id}" for test in sorted(tests) for node_id in test.split())]))
 
 
 def status_of(folder: Path, *tests: str) -> int | None:

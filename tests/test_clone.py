@@ -24,13 +24,13 @@ def test_what_a_test_leaves_is_named(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
     (tmp_path / "data/broken").symlink_to("/nowhere")
-    before = files(tmp_path)
-    assert changed(before, files(tmp_path)) == []
+    earlier = files(tmp_path)
+    assert changed(earlier, files(tmp_path)) == []
     (tmp_path / "data/a.parquet").unlink()
     for name in ("outputs/run/metrics.jsonl", "recipe/rules.py"):
         os.utime(tmp_path / name, ns=(0, 1))
     for name in ("seen/page.html", "recipe/__pycache__/rules.pyc"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    left = changed(before, files(tmp_path))
-    assert left == ["data/a.parquet (gone)", "outputs/run/metrics.jsonl (changed)", "seen/page.html (new)"]
+    changes = changed(earlier, files(tmp_path))
+    assert changes == ["data/a.parquet (gone)", "outputs/run/metrics.jsonl (changed)", "seen/page.html (new)"]

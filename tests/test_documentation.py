@@ -50,8 +50,8 @@ def test_links_lead_somewhere() -> None:
             if "://" in target or target.startswith("mailto:"):
                 continue
             file = (page.parent / target).resolve() if target else page
-            there = file.exists() and ROOT in [file, *file.parents]
-            if not there or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
+            is_inside = file.exists() and ROOT in [file, *file.parents]
+            if not is_inside or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
                 broken.append((page.name, link["target"]))
     for folder in ("grail_advantage", "recipe", "scripts", "examples", "benchmarks"):  # what messages name
         for file in (file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sh", ".yaml")):
@@ -78,9 +78,13 @@ def test_what_commands_name_is_there() -> None:
 
 
 USUAL = [
-    *("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"),
-    *("data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=128", "actor_rollout_ref.rollout.n=8"),
-    *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384",
+    "data.train_batch_size=128",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "reward.custom_reward_function.path=pkg://grail_advantage.reward",
 ]
 """What stands for the dots of a command."""
@@ -107,8 +111,8 @@ def test_verl_takes_the_command(words: str, tmp_path: Path, monkeypatch: pytest.
     overrides = [word for word in shlex.split(words, comments=True) if "=" in word]
     config = compose("ppo_trainer", [*USUAL, *overrides] if "..." in words else overrides, VERL)
     config.trainer.device = "cpu"
-    own = config.algorithm.adv_estimator not in methods() or "mine" in config.trainer.v1.trainer_mode
-    if not own:  # what the page brings itself is registered where its tests run it
+    options = config.algorithm.adv_estimator not in methods() or "mine" in config.trainer.v1.trainer_mode
+    if not options:  # what the page brings itself is registered where its tests run it
         validate_config(config, use_reference_policy=False, use_critic=False)
         assert config.trainer.v1.trainer_mode.startswith("grail_")
 
@@ -132,9 +136,9 @@ ROWS = [*ROLLOUTS.values(), Rollout("Six?", r"=\boxed{6}" + 900 * "x", -1.0)]
 
 def test_the_first_screens_command_draws_three_answers() -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-    shown = subprocess.run(["bash", "-ec", SHOWN["bash"]], cwd=ROOT, env=environment, capture_output=True, text=True)
-    drawn = re.findall(r"\(advantage (\S+)\)\n(.*)\n", shown.stdout)
-    assert [float(advantage) for advantage, _ in drawn] == [0.5, -0.5, -0.5], shown.stderr
+    output = subprocess.run(["bash", "-ec", SHOWN["bash"]], cwd=ROOT, env=environment, capture_output=True, text=True)
+    drawn = re.findall(r"\(advantage (\S+)\)\n(.*)\n", output.stdout)
+    assert [float(advantage) for advantage, _ in drawn] == [0.5, -0.5, -0.5], output.stderr
     colours = [set(re.findall(r"48;5;(\d+)m", coloured)) for _, coloured in drawn]
     assert len(colours[0]) == 1 and all(len(used) > 3 for used in colours[1:]), "content alone, and reasoning"
 
@@ -146,7 +150,9 @@ def gemma_3n() -> Any:
         "vocab_size_per_layer_input": len(CHARACTERS) + 2,
         "num_kv_shared_layers": 0,
     }
-    layers |= {"layer_types": ["full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 2, "laurel_rank": 8}
+    layers["layer_types"] = ["full_attention"] * 2
+    layers["activation_sparsity_pattern"] = [0.0] * 2
+    layers["laurel_rank"] = 8
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -154,7 +160,9 @@ def gemma_3n() -> Any:
         "head_dim": 16,
         "num_attention_heads": 2,
     }
-    sizes |= {"num_key_value_heads": 1, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2}
+    sizes["num_key_value_heads"] = 1
+    sizes["hidden_size_per_layer_input"] = 8
+    sizes["altup_num_inputs"] = 2
     torch.manual_seed(0)
     model = Gemma3nForCausalLM(Gemma3nTextConfig(**layers, **sizes)).eval()
     with torch.no_grad():  # a part that begins as zero is trained
@@ -171,16 +179,18 @@ def test_the_first_screens_weights_are_the_packages(answer: str, span: str, temp
     assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(encoding="utf-8")
     names: dict[str, Any] = {"torch": torch}
     exec(SHOWN["python"], names)
-    rows, pattern = ROWS, BOXED
+    rows = ROWS
+    pattern = BOXED
     if answer == "hashes":
         rows = [replace(row, response=re.sub(r"\\boxed\{([^}]*)\}", r"#### \1", row.response)) for row in ROWS]
         pattern = HASHES
     if make is gemma_3n:
         rows = [row for row in rows if len(row.response) < 100]
     model = make() if make is gemma_3n else make(max_position_embeddings=1024)
-    tokenizer, batch = char_tokenizer(), make_batch(rows)
-    given = {"temperature": temperature, "answer": answer}
-    expected = compute_token_weights(model, tokenizer, *batch.tensors(), Grail(span=span), **given).weights
+    tokenizer = char_tokenizer()
+    batch = make_batch(rows)
+    arguments = {"temperature": temperature, "answer": answer}
+    expected = compute_token_weights(model, tokenizer, *batch.tensors(), Grail(span=span), **arguments).weights
     scored: list[float] = []
     for row, weights in zip(rows, batch.of_responses(expected), strict=True):
         ids = torch.tensor(encode(row.prompt)), torch.tensor(encode(row.response))
@@ -188,7 +198,9 @@ def test_the_first_screens_weights_are_the_packages(answer: str, span: str, temp
         if answers is None:
             assert set(weights) <= {1.0}
             continue
-        own = names["grail_weights"](model, *ids, *answers, row.advantage, temperature)
-        torch.testing.assert_close(own, torch.tensor(weights), rtol=0, atol=5e-6 if make is tiny_model else 1e-3)
+        of_the_screen = names["grail_weights"](model, *ids, *answers, row.advantage, temperature)
+        torch.testing.assert_close(
+            of_the_screen, torch.tensor(weights), rtol=0, atol=5e-6 if make is tiny_model else 1e-3
+        )
         scored += [] if row.advantage > 0 else weights[: int(answers[0].int().argmax())]
     assert len(set(scored)) > 20 and (make is gemma_3n or (min(scored) == 0.5 and max(scored) == 5))

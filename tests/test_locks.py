@@ -25,14 +25,14 @@ input()
 
 def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        assert other.stdout.readline() == b"held\n"
+        assert second.stdout.readline() == b"held\n"
         with pytest.raises(ValueError, match=r"option=.* belongs to a run that lives; .*, or the remedy"):
             hold(tmp_path, "the remedy", "option")
     finally:
-        other.kill()
-        other.communicate()
+        second.kill()
+        second.communicate()
     hold(tmp_path, "the remedy", "option")
     hold(tmp_path, "the remedy", "option")  # again in this process
     let_go(tmp_path)
@@ -40,9 +40,13 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
-@pytest.mark.parametrize("left", [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"])
+@pytest.mark.parametrize("lock_text", [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"])
 def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
-    number: int, left: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int,
+    lock_text: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whatever a killed run, or an earlier version, left as its lock."""
 
@@ -50,14 +54,16 @@ def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
         raise OSError(number, "no flock here")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    if left is not None:
-        (tmp_path / LOCK).write_text(left)
+    if lock_text is not None:
+        (tmp_path / LOCK).write_text(lock_text)
     for _start in range(2):
         caplog.clear()
         hold(tmp_path, "the remedy", "option")
         assert "cannot be locked" in caplog.text and str(tmp_path) in caplog.text
         let_go(tmp_path)
-    assert left is not None or number != errno.ENOSYS or not (tmp_path / LOCK).exists(), "nothing that outlives the run"
+    assert lock_text is not None or number != errno.ENOSYS or not (tmp_path / LOCK).exists(), (
+        "nothing that outlives the run"
+    )
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link to nowhere"])

@@ -41,13 +41,20 @@ from grail_advantage.verl_ext.settings import (
 from recipe import rules as recipe_rules
 from tests.composed import FOLDER, compose, parsed, prepare
 
-RECIPE, ON_CPU, STOCK = "grail_trainer", "cpu_trainer", "verl_cpu"  # configurations
-EPOCHS, CORRECTS = f"{ACTOR}.ppo_epochs", "algorithm.rollout_correction.rollout_is=token"
+# configurations
+RECIPE = "grail_trainer"
+ON_CPU = "cpu_trainer"
+STOCK = "verl_cpu"
+EPOCHS = f"{ACTOR}.ppo_epochs"
+CORRECTS = "algorithm.rollout_correction.rollout_is=token"
 TURNS = f"{METHOD}=turn_rloo {EPOCHS}=1"
 SEPARATE = f"{TRAINER_MODE}=separate_async {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
-FUSED_KERNELS, ADAPTER = f"{FUSED}=True {STRATEGY}=fsdp", f"{MODEL}.lora_rank=8 {MODEL}.target_modules"
-OFFLOAD, BACKEND = f"{ACTOR}.fsdp_config.param_offload", f"{ROLLOUT}.checkpoint_engine.backend"
-SAMPLER, NO_SAMPLER = "trainer.v1.sampler", "trainer.v1.sampler.custom_sampler={path:null,name:null}"
+FUSED_KERNELS = f"{FUSED}=True {STRATEGY}=fsdp"
+ADAPTER = f"{MODEL}.lora_rank=8 {MODEL}.target_modules"
+OFFLOAD = f"{ACTOR}.fsdp_config.param_offload"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+SAMPLER = "trainer.v1.sampler"
+NO_SAMPLER = "trainer.v1.sampler.custom_sampler={path:null,name:null}"
 ATTENTION, ROUTERS = (f"+{MODEL}.override_config.{name}" for name in ("attn_implementation", "output_router_logits"))
 QAT = [f"++{ACTOR}.{section}qat" for section in ("", "fsdp_config.")]
 
@@ -263,6 +270,6 @@ def test_the_defaults_break_no_rule(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 def test_what_the_loaded_model_has_against_it() -> None:
     settings = parsed(composed(""))
     router = SimpleNamespace(get_text_config=lambda: SimpleNamespace(output_router_logits=True))
-    other, same = (Finding(difference, 2e-4, "alone") for difference in (0.7, 1e-6))
-    assert why_not_skip(settings, router) and why_not_skip(settings, probe=lambda: other)
+    second, same = (Finding(difference, 2e-4, "alone") for difference in (0.7, 1e-6))
+    assert why_not_skip(settings, router) and why_not_skip(settings, probe=lambda: second)
     assert why_not_skip(settings, probe=lambda: same) == ""

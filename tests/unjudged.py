@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 UNJUDGED: dict[str, tuple[list[float], list[float]]] = {
     "no number": ([1.0, NAN, 0.0, 0.0], [2 / 3, NAN, -1 / 3, -1 / 3]),
     "infinite": ([0.0, 1.0, INF, 0.5], [-0.5, 0.5, NAN, 0.0]),

@@ -81,7 +81,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             self._micro_batches = 0
 
     def _rollouts(self, samples, batches):
-        """The responses of this process."""
+        """Returns the responses of this process."""
         parts = []
         for batch in batches:
             inputs = batch["model_inputs"]
@@ -126,7 +126,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         )
 
     def _total(self, counts):
-        """Counts of all processes; without a pass each counts the responses of all already."""
+        """Returns the counts of all processes; without a pass each counts the responses of all already."""
         of_processes = gather_object([counts]) if METHOD.uses else [counts]
         return [sum(column) for column in zip(*of_processes, strict=True)]
 

@@ -49,7 +49,8 @@ class OpenRLHFHost:
         return self._run("token_scores", method, rows, [row.group for row in rows] if method.whole_groups else None)
 
     def _run(self, name, argument, rows, groups=None):
-        """The results of a method of the workers, one a row. Each worker gets a share of the rows, some perhaps none."""
+        """Returns the results of a method of the workers, one a row. Each worker gets a share of the rows, some perhaps
+        none."""
         shares = deal([len(row.tokens) for row in rows], len(self._workers._actor_handlers), groups)
         parts = [(argument, [rows[index] for index in share], self._rollouts.step) for share in shares]
         results = {}
@@ -103,7 +104,7 @@ class TokenWeightExperienceMaker(RemoteExperienceMaker):
         return experiences
 
     def _batch(self, experiences):
-        """What a receipt compares with. Each response gets its place, which it has along on the workers."""
+        """Returns what a receipt compares with. Each response gets its place, which it has along on the workers."""
         names = ["advantages", "action_mask", "action_log_probs"] + ["base_action_log_probs"] * has_kl_loss(self.args)
         parts = [[getattr(experience, name) for name in names] for experience in experiences]
         advantages_BA, mask_BA, old_BA, *reference_BA = stacked(parts)
@@ -163,7 +164,8 @@ class TokenWeightPolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modifie
         return read_columns(names, rows, self._model(step))
 
     def _model(self, step):
-        """The Hugging Face model in DeepSpeed's engine; with ZeRO-3 its hooks gather the parameters of each module."""
+        """Returns the Hugging Face model in DeepSpeed's engine; with ZeRO-3 its hooks gather the parameters of each
+        module."""
         return HuggingFaceModel(
             self.actor.model.module,
             self.tokenizer,

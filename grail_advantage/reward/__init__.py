@@ -80,8 +80,9 @@ def compute_score(
         if answer is not None and gold is not None:
             equal = is_equal(gold, answer)
     except Exception as error:
-        trace = None if isinstance(error, _verify_pool.VerifyFailed | ValueError) else error
-        _log(str(error), "no verdict on %.100r against %s: %s", answer, shown(ground_truth), error, exc_info=trace)
+        is_expected = isinstance(error, _verify_pool.VerifyFailed | ValueError)
+        message = "no verdict on %.100r against %s: %s"
+        _log(str(error), message, answer, shown(ground_truth), error, exc_info=None if is_expected else error)
     return {
         "score": float(equal or False),
         "acc": float(equal or False),
@@ -99,9 +100,9 @@ def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
 
 @lru_cache(maxsize=8192)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
 def is_equal(gold: str, answer: str) -> bool:
-    """Whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse, or has words or
-    parts that nothing here can compare; grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict
-    within its limits."""
+    """Returns whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse, or
+    has words or parts that nothing here can compare; grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave
+    no verdict within its limits."""
     if not answer.strip():
         return False
     if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
@@ -120,11 +121,14 @@ def _states(gold: str, answer: str) -> bool:
         gold, answer = states or (gold, answer)
     if any(map(_UNREADABLE.search, (gold, answer))):
         raise ValueError("the words cannot be compared")
-    return any(_same_value(*reading) for reading in _readings(gold, answer if "=" in gold else _NAME.sub("", answer)))
+    if "=" not in gold:
+        answer = _NAME.sub("", answer)
+    return any(_same_value(*reading) for reading in _readings(gold, answer))
 
 
 def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
-    """Both as values: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and 0.2."""
+    """Returns both as values: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and
+    0.2."""
     texts = (gold, answer)
     values = tuple(_PERCENT.sub("", text) for text in texts)
     hundredths = tuple(_PERCENT.sub("", _HUNDREDTHS.sub(r"\\frac{\g<0>}{100}", text)) for text in texts)
@@ -134,11 +138,13 @@ def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
 
 def _same_value(gold: str, answer: str) -> bool:
     verdict = gold == answer or _exact.same_number(gold, answer)
-    return _verify_pool.verify(gold, answer) if verdict is None else verdict
+    if verdict is None:
+        return _verify_pool.verify(gold, answer)
+    return verdict
 
 
 def _printable(text: str) -> str:
-    """One short line that any encoder can write: control characters and lone surrogates become U+FFFD."""
+    """Returns one short line that any encoder can write: control characters and lone surrogates become U+FFFD."""
     with suppress(ValueError):
         text = normal(text[: 2 * MAX_PRED_CHARS])
     return "".join(char if char.isprintable() else "\ufffd" for char in text[:MAX_PRED_CHARS])

@@ -55,11 +55,13 @@ _CLOCK = re.compile(r"[0-9]{1,2}(?::[0-5][0-9]){1,2}")
 
 
 def same_number(gold: str, answer: str) -> bool | None:
-    """Plain numbers. Two decimals may differ by a rounding, on which math-verify decides; a whole number is exact."""
+    """Compares plain numbers. Two decimals may differ by a rounding, on which math-verify decides; a whole number is exact."""
     if not NUMBER.fullmatch(gold) or not NUMBER.fullmatch(answer):
         return None
-    numbers = [Decimal(re.sub("[, ]", "", text)) for text in (gold, answer)]
-    return numbers[0] == numbers[1] if numbers[0] == numbers[1] or "." not in gold or "." not in answer else None
+    first, second = (Decimal(re.sub("[, ]", "", text)) for text in (gold, answer))
+    if first != second and "." in gold and "." in answer:
+        return None
+    return first == second
 
 
 class Part(NamedTuple):
@@ -82,12 +84,14 @@ def choices(gold: str, answer: str) -> Found:
 
 
 def _choice(text: str) -> tuple[str, str]:
-    """``("B", "12")`` of ``(B) 12``; empty texts where there is none."""
+    """Returns ``("B", "12")`` of ``(B) 12``; empty texts where there is none."""
     match = re.fullmatch(
         r"(?:\(([A-J])\)|([A-J])(?:\)|[.:](?= )| -(?= .*[A-Za-z]{3}))) ?(.+)|\(?([A-J])\)?[.:)]?",
         _WRAPPED.sub(r"\1", text).strip(),
     )
-    return (match[1] or match[2] or match[4], (match[3] or "").strip()) if match else ("", "")
+    if match is None:
+        return "", ""
+    return match[1] or match[2] or match[4], (match[3] or "").strip()
 
 
 def same_text(gold: str, answer: str) -> Found:
@@ -118,12 +122,16 @@ def same_label(gold: str, answer: str) -> Found:
 
 
 def _labels(text: str) -> list[str]:
-    """The joined numbers of a list without blanks, %, and lengths of dashes; its other entries after a question mark."""
+    """Returns the joined numbers of a list without blanks, %, and lengths of dashes; its other entries after a question
+    mark."""
     outer = re.fullmatch(r"(?:\(|\[|\\\{)([^()\[\]{}]*?)(?:\)|\]|\\\})", text)
     labels = []
     for entry in _ENTRIES.split(outer[1] if outer else text):
-        match = _JOINED_NUMBERS.fullmatch(entry.strip())
-        labels.append(re.sub(r"[ (%\\]", "", re.sub(r"\)[ -]*|-+ ?", "-", match[1])) if match else f"? {entry}")
+        label = f"? {entry}"
+        if match := _JOINED_NUMBERS.fullmatch(entry.strip()):
+            with_one_dash = re.sub(r"\)[ -]*|-+ ?", "-", match[1])
+            label = re.sub(r"[ (%\\]", "", with_one_dash)
+        labels.append(label)
     return labels
 
 
@@ -141,7 +149,8 @@ def same_words(gold: str, answer: str) -> Found:
 
 
 def _words(text: str) -> set[str]:
-    """The words of a list, each entry as one, without articles and plurals; none where there is anything else."""
+    """Returns the words of a list, each entry as one, without articles and plurals; none where there is anything
+    else."""
     separators = "[.'()-]" if "\\text{" in text else "$^"
     entries = [
         re.sub(separators, " ", entry).split()
@@ -166,7 +175,7 @@ def same_numeral(gold: str, answer: str) -> Found:
 
 
 def _numeral(text: str) -> tuple[str, str, str]:
-    """Digits, base and value in base ten; a text that is no numeral, without a base."""
+    """Returns digits, base and value in base ten; a text that is no numeral, without a base."""
     match = _NUMERAL.fullmatch(re.sub("[(){} ]", "", _WRAPPED.sub(r"\1", text)))
     with suppress(ValueError):
         if match:
@@ -177,9 +186,10 @@ def _numeral(text: str) -> tuple[str, str, str]:
 
 def same_structure(gold: str, answer: str) -> Found:
     """A set is wrong for a tuple, and a tuple for a set, where math-verify does not look."""
-    return (
-        False if re.fullmatch(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}", "\n".join(sorted((gold, answer)))) else None
-    )
+    both_sorted = "\n".join(sorted((gold, answer)))  # a bracket sorts before a backslash
+    if re.fullmatch(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}", both_sorted):
+        return False
+    return None
 
 
 def ratios(gold: str, answer: str) -> Found:
@@ -249,8 +259,8 @@ def _lists(*sides: list[Part]) -> Found:
 
 
 def _parts_of(text: str) -> list[Part]:
-    """The parts of a list, also those of ``2\\text{ hours }15\\text{ minutes}``. Words that begin, as in ``base 6 height
-    4``, are of the number after them, else of the one before them."""
+    """Returns the parts of a list, also those of ``2\\text{ hours }15\\text{ minutes}``. Words that begin, as in ``base
+    6 height 4``, are of the number after them, else of the one before them."""
     parts = []
     for entry in _SEPARATOR.sub("\n", text).split("\n"):
         pieces = _TEXT.split(entry)  # a value, words, a value, ..., a value
@@ -266,15 +276,17 @@ def _parts_of(text: str) -> list[Part]:
 
 
 def _with_names(parts: list[Part]) -> list[Part]:
-    """Names as keys, if all values have one, or the one before: of 2, too, in ``x=1, 2``."""
+    """Returns names as keys, if all values have one, or the one before: of 2, too, in ``x=1, 2``."""
     name = ""
     named = []
     for part in parts:
-        match = _NAMED.fullmatch(part.value)
-        name = match[1].strip() if match else name
+        value = part.value
+        if match := _NAMED.fullmatch(value):
+            name = match[1].strip()
+            value = match[2].strip()
         if not name:
             return parts
-        named.append(Part((*part.key, name), match[2].strip() if match else part.value))
+        named.append(Part((*part.key, name), value))
     return named
 
 

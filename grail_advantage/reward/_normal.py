@@ -299,8 +299,8 @@ LONGEST = 2000  # characters of a text in LaTeX: the time of some rules grows wi
 
 @lru_cache(maxsize=8192)
 def read(text: str) -> Form:
-    """The normal form: the same for the spellings of one answer, as far as text alone can tell. ValueError: the text has
-    more than :data:`LONGEST` characters in LaTeX."""
+    """Returns the normal form: the same for the spellings of one answer, as far as text alone can tell. ValueError: the
+    text has more than :data:`LONGEST` characters in LaTeX."""
     if not text.isascii():
         text = _RAISED.sub(lambda run: f"{'^' if run['up'] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
         text = "".join(char if char.isascii() else _in_ascii(char) for char in text)
@@ -319,5 +319,5 @@ def read(text: str) -> Form:
 
 
 def normal(text: str) -> str:
-    """The text of :func:`read`."""
+    """Returns the text of :func:`read`."""
     return read(text).text

@@ -29,15 +29,18 @@ _LATEX = re.compile(r"(?<!\\)(?:\\\\)*\\(?!u[0-9a-fA-F]{4}|[\\\"'/])")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}``, or None; linear in the text's length."""
+    r"""Returns the content of the last complete ``\boxed{...}``, or None; linear in the text's length."""
     # Lone surrogates, which a tokenizer's decoder can produce, survive the round trip.
     data = text.encode("utf-8", "surrogatepass")
     boxes = [*iter_boxed(data)]
-    return data[slice(*boxes[-1][1:3])].decode("utf-8", "surrogatepass") if boxes else None
+    if not boxes:
+        return None
+    _, start, end, *_ = boxes[-1]
+    return data[start:end].decode("utf-8", "surrogatepass")
 
 
 def gold_text(ground_truth: Any) -> str:
-    r"""The ground truth as text: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``,
+    r"""Returns the ground truth as text: text, UTF-8 bytes, a number (Python's, numpy's, of a tensor; ``Decimal``,
     ``Fraction``), or several of these in a list, a tuple, a set, an array or JSON text such as ``["2", "3"]``, which
     become one list with commas. ValueError, which shows it: there is none, such as ``None``, nan, a mapping or no text.
     """
@@ -48,7 +51,7 @@ def gold_text(ground_truth: Any) -> str:
 
 
 def _text(value: Any) -> str | None:
-    """None, or any error, for what states no answer."""
+    """Returns None, or raises any error, for what states no answer."""
     if isinstance(value, bytes | bytearray):
         return _text(value.decode())
     if hasattr(value, "__array__") and not isinstance(value, np.generic):
@@ -64,14 +67,17 @@ def _text(value: Any) -> str | None:
         value = ", ".join(map(normal, entries)) if len(entries) > 1 else "".join(entries)
     if isinstance(value, str):
         boxed = last_boxed(value)
-        value = value if boxed is None else boxed
+        if boxed is not None:
+            value = boxed
         return None if _NOTHING.fullmatch(value.strip(" \t\r\n$")) else value
     if isinstance(value, bool | np.bool_):
         return str(value)
     if isinstance(value, Decimal):
         return format(value, "f") if value.is_finite() and abs(value.adjusted()) < MAX_ANSWER_CHARS else None
-    if not isinstance(value, Number) or isinstance(value, Rational):  # a whole number, too
-        return str(Fraction(value)) if isinstance(value, Rational) else None
+    if isinstance(value, Rational):  # a whole number, too
+        return str(Fraction(value))
+    if not isinstance(value, Number):
+        return None
     value = float(str(value))  # the digits that numpy writes: 0.1 in float16 is 0.1
     if not math.isfinite(value):
         return None
@@ -79,7 +85,8 @@ def _text(value: Any) -> str | None:
 
 
 def _unpacked(text: str) -> Any:
-    """What JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text stays: ``[1, 2]``."""
+    """Returns what JSON text, or that of Python's list, set or string, holds: ``["2", "3"]``. Other text stays: ``[1,
+    2]``."""
     stripped = text.strip()
     if len(stripped) > MAX_ANSWER_CHARS or not _QUOTED.fullmatch(stripped):
         return text
@@ -92,7 +99,7 @@ def _unpacked(text: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for messages, at most 100 characters of it."""
+    """Returns a value for messages, at most 100 characters of it."""
     try:
         return f"{value!r:.100}"
     except Exception as error:  # whatever the value's class raises
@@ -100,7 +107,7 @@ def shown(value: Any) -> str:
 
 
 def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
-    """Name the ground truths of a data set (one for each row of ``source``) that cannot be used, in one warning.
+    """Names the ground truths of a data set (one for each row of ``source``) that cannot be used, in one warning.
     Returns their rows, counted from 0: no response to them would be right. ValueError: none can be used."""
     faults = {}
     row = -1

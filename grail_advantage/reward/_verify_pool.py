@@ -52,7 +52,7 @@ class _Server:
             self._idle.put(connection)
 
     def ask(self, gold: str, answer: str) -> bool | str | None:
-        """The verdict, why there is none, or None where the process ended for a reason outside the answer."""
+        """Returns the verdict, why there is none, or None where the process ended for a reason outside the answer."""
         connection = self._idle.get()
         verdict = None
         try:
@@ -76,7 +76,7 @@ _lock = threading.Lock()
 
 
 def cpu_seconds() -> float:
-    """Seconds of processor time for one answer. Raises ValueError for no positive number."""
+    """Returns the seconds of processor time for one answer. Raises ValueError for no positive number."""
     text = os.environ.get(_SECONDS_VARIABLE, "3.0")
     value = 0.0
     with suppress(ValueError):
@@ -96,8 +96,8 @@ def server() -> _Server:
 
 
 def verify(gold: str, answer: str) -> bool:
-    """Whether math-verify finds the two equal (both LaTeX, without a box). Raises VerifyFailed for no verdict, and
-    RuntimeError where the other process does not start."""
+    """Returns whether math-verify finds the two equal (both LaTeX, without a box). Raises VerifyFailed for no verdict,
+    and RuntimeError where the other process does not start."""
     if (verdict := server().ask(gold, answer)) is None:
         verdict = server().ask(gold, answer)
     if not isinstance(verdict, bool):

@@ -74,8 +74,8 @@ def _read(text: str, with_unit: bool, is_real: bool) -> Any:
 
 
 def _solutions(text: str) -> sympy.Set | None:
-    """The values of the one variable of inequalities, with ``and`` and ``or`` between them, or an interval; None for
-    anything else."""
+    """Returns the values of the one variable of inequalities, with ``and`` and ``or`` between them, or an interval;
+    None for anything else."""
     variables: set[sympy.Symbol] = set()
     union = []
     with suppress(Exception):
@@ -90,7 +90,8 @@ def _solutions(text: str) -> sympy.Set | None:
 
 @lru_cache(maxsize=1024)
 def _is_whole(command: str) -> bool:
-    """Whether the grammar does not take a command for a shorter one and letters, as ``\\pmod`` for ``\\pm od``."""
+    """Returns whether the grammar does not take a command for a shorter one and letters, as ``\\pmod`` for ``\\pm
+    od``."""
     for text in (command, command + "{x}"):
         lexer = PSLexer(InputStream(text))
         lexer.removeErrorListeners()
@@ -100,16 +101,18 @@ def _is_whole(command: str) -> bool:
 
 
 def _contradicts_itself(reading: Any) -> bool:
-    """Whether a chain of equations has two numbers more than a rounding apart, as ``x=1=5`` has."""
+    """Returns whether a chain of equations has two numbers more than a rounding apart, as ``x=1=5`` has."""
     if not isinstance(reading, Eq | sympy.And):
         return False
     sides = {side for equation in reading.atoms(Eq) for side in equation.args if side.is_number}
-    numbers = [complex(side.evalf(5)) for side in sides] if len(sides) > 1 else []
+    if len(sides) < 2:
+        return False
+    numbers = [complex(side.evalf(5)) for side in sides]
     return any(abs(number - numbers[0]) > 0.01 * abs(numbers[0]) for number in numbers)
 
 
 def _states_no_value(reading: Any) -> bool:
-    """Whether an equation is more than a name and its value: ``x+y=0`` does not state 0, nor ``3x=6`` 6."""
+    """Returns whether an equation is more than a name and its value: ``x+y=0`` does not state 0, nor ``3x=6`` 6."""
     first = reading.args[0] if isinstance(reading, sympy.And) else reading
     side = first.lhs if isinstance(first, Eq) else None
     if not isinstance(side, Expr) or side.is_number or isinstance(side, sympy.Derivative):
@@ -119,7 +122,7 @@ def _states_no_value(reading: Any) -> bool:
 
 
 def equal(gold: str, answer: str) -> bool | str:
-    """Whether ``answer`` states ``gold``, or which of them math-verify cannot read."""
+    """Returns whether ``answer`` states ``gold``, or which of them math-verify cannot read."""
     texts = (gold, answer)
     with_unit = not any(map(_INDEX_I.search, texts))
     is_real = not any("i" in _LETTER_I.findall(text) for text in texts)
@@ -133,14 +136,16 @@ def equal(gold: str, answer: str) -> bool | str:
     if any(map(_states_no_value, sides)) and not all(map(grader.is_relation, sides)):
         return False
     # math-verify counts decimals from the point, by which 1.6e-19 is 0.0. Small golds get three significant digits.
+    rounding = FLOAT_DECIMALS
     size = abs(sides[0]).evalf(3) if isinstance(sides[0], Expr) and sides[0].is_number else None
-    rounding = FLOAT_DECIMALS + (max(0, -patches.magnitude(size) - 4) if isinstance(size, Float) else 0)
+    if isinstance(size, Float):
+        rounding += max(0, -patches.magnitude(size) - 4)
     return bool(verify(*sides, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
-    """The verdict, or why there is none. The kernel ends the process after that processor time, even inside one long call
-    into C, however long the clock says it took."""
+    """Returns the verdict, or why there is none. The kernel ends the process after that processor time, even inside one
+    long call into C, however long the clock says it took."""
     try:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         return equal(gold, answer)

@@ -48,23 +48,23 @@ _WORD = regex.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:'[a-z]+)?")
 
 
 def words_of(text: str) -> list[str]:
-    """The words of LaTeX, without its commands."""
+    """Returns the words of LaTeX, without its commands."""
     return _WORD.findall(text)
 
 
 def singular(word: str) -> str:
-    """A word without capitals and without the ``s`` of a plural."""
+    """Returns a word without capitals and without the ``s`` of a plural."""
     return regex.sub("(?<=[a-z][a-z][^s])s$", "", word.lower())
 
 
 def fold(word: str) -> str:
-    """The same, and a measure by its name: ``hour`` for ``hrs``."""
+    """Returns a word in the same way, and a measure by its name: ``hour`` for ``hrs``."""
     return _MEASURE_OF.get(word.lower()) or _MEASURE_OF.get(singular(word), singular(word))
 
 
 def is_unit(match: regex.Match[str]) -> bool:
-    """Whether the words of a match behind a number are a unit: a measure, a plural, a direction, words that begin with
-    ``of``; behind 1, fractions and percentages any noun."""
+    """Returns whether the words of a match behind a number are a unit: a measure, a plural, a direction, words that
+    begin with ``of``; behind 1, fractions and percentages any noun."""
     text = match[0]
     if NO_UNIT.search(text) or _LETTER.search(text):
         return False
@@ -72,8 +72,8 @@ def is_unit(match: regex.Match[str]) -> bool:
 
 
 def same_units(gold_words: Sequence[str], answer_words: Sequence[str]) -> bool:
-    """Whether the units of two equal answers can be the same: beside measures one has no words, or all words of the other
-    in their order. ValueError: the words differ, as ``roots`` and ``solutions`` do."""
+    """Returns whether the units of two equal answers can be the same: beside measures one has no words, or all words of
+    the other in their order. ValueError: the words differ, as ``roots`` and ``solutions`` do."""
     sides = [[word for word in map(fold, words) if word not in _MEASURE_OF] for words in (gold_words, answer_words)]
     shorter, longer = sorted(sides, key=len)
     rest = iter(longer)

@@ -80,17 +80,19 @@ def solve(*equation: Any) -> Any:
 
 
 def magnitude(size: Float) -> int:
-    """The power of ten of a number's first digit, or one less; ``math.log10`` would underflow."""
+    """Returns the power of ten of a number's first digit, or one less; ``math.log10`` would underflow."""
     return math.floor(math.log10(2) * sum(size._mpf_[2:]))
 
 
 def _is_nothing(part: Any) -> bool:
-    """Whether a part of a difference is 0, known to no digit, or below :data:`EXACT_DIGITS`, where rounding is."""
+    """Returns whether a part of a difference is 0, known to no digit, or below :data:`EXACT_DIGITS`, where rounding
+    is."""
     return bool(part == 0 or (part.is_Float and (part._prec == 1 or magnitude(part) < -EXACT_DIGITS)))
 
 
 def _exact(number: Any) -> Any:
-    """A number without decimals, evaluated; None for another expression, and for one that only a method evaluates."""
+    """Returns a number without decimals, evaluated; None for another expression, and for one that only a method
+    evaluates."""
     methods = sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative
     if not isinstance(number, Expr) or not number.is_number or number.has(*methods):
         return None

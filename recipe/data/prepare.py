@@ -22,8 +22,9 @@ Rows = Iterable[tuple[str, Any]]  # each with its place, such as ``line 3``; of 
 
 
 def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
-    """The path and the lines of ``NAME.jsonl`` or ``NAME_SPLIT.jsonl``: ``gsm8k_train.jsonl`` is no file of ``gsm8k``.
-    ``load_dataset("json")`` refuses a file for one broken line, and makes dates of answers that look like them."""
+    """Returns the path and the lines of ``NAME.jsonl`` or ``NAME_SPLIT.jsonl``: ``gsm8k_train.jsonl`` is no file of
+    ``gsm8k``. ``load_dataset("json")`` refuses a file for one broken line, and makes dates of answers that look like
+    them."""
     names = [f"{spec.name}.jsonl", f"{spec.name}_{spec.hub_split}.jsonl"]
     if not (files := [folder / name for name in names if (folder / name).is_file()]):
         raise ValueError(f"--local-dir {folder} has neither {' nor '.join(names)}")
@@ -31,7 +32,8 @@ def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
 
 
 def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
-    """The place and the rows of a dataset on the hub (``ORG/DATASET[:CONFIG[:SPLIT]]``), downloaded or cached."""
+    """Returns the place and the rows of a dataset on the hub (``ORG/DATASET[:CONFIG[:SPLIT]]``), downloaded or
+    cached."""
     name, config, split = [*place.split(":", 2), "", ""][:3]
     rows = datasets.load_dataset(name, config or None, split=split or spec.hub_split)
     used = {spec.problem, spec.gold, "context", *spec.ids, *spec.required}  # without the pictures of some copies

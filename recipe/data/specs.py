@@ -93,7 +93,8 @@ def read_gold(value: Any, reader: str) -> str:
 
 
 def published_id(spec: DatasetSpec, row: Mapping[str, Any], name: str) -> str | None:
-    """The published id of a row, by its ``name`` or by its problem's text; ``None`` for one that is not published."""
+    """Returns the published id of a row, by its ``name`` or by its problem's text; ``None`` for one that is not
+    published."""
     hashes = PUBLISHED_SUBSETS.get(spec.name, {})
     beginning = hashlib.sha256(str(row[spec.problem]).encode()).hexdigest()[:16]
     return name if name in hashes else next((id for id, hash in hashes.items() if hash == beginning), None)

@@ -34,9 +34,9 @@ def evaluate(options: Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(str(model))
     if options.chat_template is not None:
         template = Path(__file__).parents[1] / f"{options.chat_template}.jinja"  # base_math
-        tokenizer.chat_template = (template if template.is_file() else Path(options.chat_template)).read_text(
-            encoding="utf-8"
-        )
+        if not template.is_file():
+            template = Path(options.chat_template)
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer of {model} has no chat template; base models need --chat-template base_math")
     chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, enable_thinking=False, return_dict=False)
@@ -45,7 +45,9 @@ def evaluate(options: Namespace) -> dict[str, Any]:
     samples = problems.merge(pd.DataFrame({"sample": range(options.samples)}), how="cross")
     drawing = {name: getattr(options, name) for name in SAMPLING}
     path = options.output_dir / "generations.jsonl"
-    engine = f"vllm {version('vllm')}" + ", batch-invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
+    engine = f"vllm {version('vllm')}"
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        engine += ", batch-invariant"
     with sampling.open_samples(path, {"model": model_hash, **drawing, "engine": engine}) as file:
         missing = samples[~samples.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)]
         if len(missing):
@@ -59,7 +61,7 @@ def evaluate(options: Namespace) -> dict[str, Any]:
 
 
 def grade_folder(folder: Path, run: dict[str, Any], grader: str, samples: pd.DataFrame) -> dict[str, Any]:
-    """Grade the ``wanted`` samples (:data:`KEY`, ``gold``) of a folder, write the scores and return the results."""
+    """Grade those samples of a folder that ``samples`` names (:data:`KEY`, ``gold``), and write the scores."""
     drawn = samples[[*KEY, "gold"]].merge(read_samples(folder / "generations.jsonl"))
     if len(drawn) < len(samples):
         raise ValueError(f"{folder} lacks samples; run the evaluation again, which draws them")
@@ -70,7 +72,7 @@ def grade_folder(folder: Path, run: dict[str, Any], grader: str, samples: pd.Dat
 
 
 def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[dict[str, Any], pd.DataFrame]:
-    """What a finished evaluation ran, and what its scores hold of ``kind``.
+    """Returns what a finished evaluation ran, and what its scores hold of ``kind``.
 
     Raises:
         ValueError: a file is not as an evaluation writes it, or the samples are of another evaluation.
@@ -87,15 +89,14 @@ def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[d
     ran = {"model": run.get("model_hash"), "engine": run.get("engine"), **run["sampling"]}
     differing = [name for name in ran.keys() & begun.keys() if ran[name] not in (None, begun[name])]
     if differing:
-        raise ValueError(
-            f"{path} has samples with another {min(differing)} than results.json; run the evaluation again"
-        )
+        name = min(differing)
+        raise ValueError(f"{path} has samples with another {name} than results.json; run the evaluation again")
     return run, scores
 
 
 def results(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The results of a finished evaluation, by its scores, and these; ValueError as :func:`finished`, or where the
-    evaluation was killed between two files of another grading."""
+    """Returns the results of a finished evaluation, by its scores, and these; ValueError as :func:`finished`, or where
+    the evaluation was killed between two files of another grading."""
     run, scores = finished(folder, report.Score)
     lines = (folder / "scores.jsonl").read_text(encoding="utf-8")
     if run.get("scores_hash") not in (None, digest(lines)):

@@ -19,14 +19,15 @@ SECONDS = 30
 
 
 def published_gold(benchmark: str, gold: str) -> str:
-    """``str`` of what the file of the published code holds: a list for OlympiadBench, a float for AMC23."""
+    """Returns ``str`` of what the file of the published code holds: a list for OlympiadBench, a float for AMC23."""
     if benchmark == "olympiadbench":
         return str([gold])
     return str(float(gold)) if benchmark == "amc23" and gold.removeprefix("-").isdigit() else gold
 
 
 def published_box(text: str) -> str | None:
-    """The last box as the published code finds it: every brace counts, and one that does not close ends the search."""
+    """Returns the last box as the published code finds it: every brace counts, and one that does not close ends the
+    search."""
     box = None
     while rest := text.partition("\\boxed{")[2]:
         depths = [*accumulate(((char == "{") - (char == "}") for char in rest), initial=1)]
@@ -38,7 +39,7 @@ def published_box(text: str) -> str | None:
 
 
 def judge(gold: str, answer: str | None) -> bool:
-    """Whether math-verify finds the two equal, read between dollar signs."""
+    """Returns whether math-verify finds the two equal, read between dollar signs."""
     return answer is not None and bool(verify(parse(f"${gold}$"), parse(f"${answer}$")))
 
 

@@ -65,7 +65,7 @@ class Score(Wanted):
 
 
 def read_scores(path: Path, kind: type[Wanted]) -> pd.DataFrame:
-    """What a file's lines hold of ``kind``; ValueError: a line is not of it, or there is none."""
+    """Returns what a file's lines hold of ``kind``; ValueError: a line is not of it, or there is none."""
     scores = []
     for number, record in enumerate(records(path), start=1):
         try:
@@ -99,17 +99,24 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
 
 
 def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
-    """The metrics of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a mean."""
-    metrics = {"acc": ("right", "mean"), "pass": ("right", "max")}
-    metrics |= {name: (name, "mean") for name in ("tokens", "unanswered", "truncated")}
+    """Returns the metrics of each problem's samples, by ``benchmark`` and ``index``: shares, but for ``tokens``, a
+    mean."""
+    metrics = {
+        "acc": ("right", "mean"),
+        "pass": ("right", "max"),
+        "tokens": ("tokens", "mean"),
+        "unanswered": ("unanswered", "mean"),
+        "truncated": ("truncated", "mean"),
+    }
     if "right_published" in scores:
-        metrics |= {f"{name}, published": ("right_published", way) for name, (_, way) in list(metrics.items())[:2]}
+        metrics["acc, published"] = ("right_published", "mean")
+        metrics["pass, published"] = ("right_published", "max")
     problems = scores.assign(unanswered=~scores["answered"]).groupby(["benchmark", "index"], sort=False)
     return problems.agg(**metrics).astype(float)
 
 
 def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
-    """``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks``,
+    """Returns ``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks``,
     of their ``mean`` and their ``weighted_mean``. ``problems``: as of :func:`by_problem`, or a difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 
@@ -133,8 +140,8 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
 
 
 def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
-    """The content of ``results.json``: ``run`` and the figures, shares from 0 to 1. ``tokens_of_answered``: as the
-    published code, over responses with a box."""
+    """Returns the content of ``results.json``: ``run`` and the figures, shares from 0 to 1. ``tokens_of_answered``: as
+    the published code, over responses with a box."""
     result = figures(by_problem(scores), run["sampling"]["samples"])
     for name, row in result["benchmarks"].items():
         of_name = scores[scores["benchmark"] == name]
@@ -149,33 +156,47 @@ def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
 
 
 def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...]) -> dict[str, Any]:
-    """The figures of the second of two runs minus those of the first, beside the results of both; ValueError names all
-    differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
-    a, b = (result["run"]["sampling"] | {"grader": result["run"].get("grader"), "seed": None} for result in results)
-    unequal = [f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)]
-    first, second = (
-        {n: rows.to_dict("list") for n, rows in frame[[*KEY, "gold"]].groupby("benchmark")} for frame in scores
-    )
-    unequal += [f"prompts or ground truths of {n}" for n in first | second if first.get(n) != second.get(n)]
+    """Returns the figures of the second of two runs minus those of the first, beside the results of both; ValueError
+    names all differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
+    settings = []
+    benchmarks = []
+    for result, frame in zip(results, scores, strict=True):
+        run = result["run"]
+        settings.append({**run["sampling"], "grader": run.get("grader"), "seed": None})
+        benchmarks.append({name: rows.to_dict("list") for name, rows in frame[[*KEY, "gold"]].groupby("benchmark")})
+    unequal = [f"{name} {a!r} and {b!r}" for name, a, b in _differing(*settings)]
+    unequal += [f"prompts or ground truths of {name}" for name, _, _ in _differing(*benchmarks)]
     if unequal:
         remedy = "evaluate both with the same data, template and options, or --regrade one"
         raise ValueError(f"these evaluations cannot be compared: {'; '.join(unequal)}; {remedy}")
     difference = by_problem(scores[1]) - by_problem(scores[0])
-    return figures(difference, a["samples"]) | {"interval": INTERVAL, "first": results[0], "second": results[1]}
+    result = figures(difference, settings[0]["samples"])
+    return {**result, "interval": INTERVAL, "first": results[0], "second": results[1]}
+
+
+def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Returns the names under which two mappings have other values, with both."""
+    pairs = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
+    return [(name, a, b) for name, a, b in pairs if a != b]
 
 
 def page(result: dict[str, Any]) -> str:
-    """A run's report as a Markdown page (docs/evaluation.md), or a comparison after the reports of both runs."""
-    sign = "" if "run" in result else "+z"
+    """Returns a run's report as a Markdown page (docs/evaluation.md), or a comparison after the reports of both
+    runs."""
+    sign = "" if "run" in result else "+z"  # of the figures of a comparison
+    digits_of_shares = 2 if sign else 1
     rows = []
     means = {"mean over benchmarks": result["mean"], "mean weighted by problems": result["weighted_mean"]}
     names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
     for label, row in (result["benchmarks"] | means).items():
         rows.append([shown(label), row.get("problems", "")])
         for name in names:
-            scale, digits = (1, 0) if name == "tokens" else (100, 2 if sign else 1)
+            scale = 1 if name == "tokens" else 100
+            digits = 0 if name == "tokens" else digits_of_shares
             value, low, high = (f"{scale * row[name][key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
-            rows[-1].append(f"{value} [{low}, {high}]" + (f", {row[name]['above_zero']:.1%}" if sign else ""))
+            # Of a difference also the share of resamples in which B is above A.
+            share = f", {row[name]['above_zero']:.1%}" if sign else ""
+            rows[-1].append(f"{value} [{low}, {high}]{share}")
     head = ["benchmark", "problems", *(name if name == "tokens" else f"{name}, %" for name in names)]
     lines = "\n".join(table(head, rows, right=1))
     if sign:
@@ -190,5 +211,5 @@ def page(result: dict[str, Any]) -> str:
 
 
 def shown(text: str) -> str:
-    """A text of a file in one line, with its invisible characters spelt out."""
+    """Returns a text of a file in one line, with its invisible characters spelt out."""
     return visible(text, breaks=False)

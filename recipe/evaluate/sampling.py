@@ -70,7 +70,7 @@ Checked = TypeVar("Checked", bound=Record)
 
 
 def checked(kind: type[Checked], record: Any) -> Checked:
-    """A record of a file; ValueError: naming what is missing or has another type."""
+    """Returns a record of a file; ValueError names what is missing or has another type."""
     try:
         return kind.model_validate(record)
     except ValidationError as error:
@@ -94,7 +94,7 @@ def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected")
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The values of a file of JSON lines, ``None`` for a line that has none."""
+    """Yields the values of a file of JSON lines, ``None`` for a line that has none."""
     with open_plain(path) as file:
         for line in file:
             value = None
@@ -104,7 +104,8 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def read_samples(path: Path) -> pd.DataFrame:
-    """The samples in a file's lines, but for the settings and what is no sample, such as a line that a kill cut off."""
+    """Returns the samples in a file's lines, but for the settings and what is no sample, such as a line that a kill cut
+    off."""
     samples = []
     for record in records(path):
         with suppress(ValueError):
@@ -116,7 +117,7 @@ def read_samples(path: Path) -> pd.DataFrame:
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:
-    """The settings with which a file of samples was begun; ``None``: its first line has none."""
+    """Returns the settings with which a file of samples was begun; ``None``: its first line has none."""
     first = next(records(path), None)
     settings = first.get("settings") if isinstance(first, dict) else None
     return settings if isinstance(settings, dict) else None
@@ -146,8 +147,8 @@ def refuse_other_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
-    """The folder of ``--model`` and a hash of its :data:`FILES`: a Hugging Face model's, ``.../global_step_N``, which is
-    merged once, or that of a name on the hub, which is fetched into its cache.
+    """Returns the folder of ``--model`` and a hash of its :data:`FILES`: a Hugging Face model's, ``.../global_step_N``,
+    which is merged once, or that of a name on the hub, which is fetched into its cache.
 
     Raises:
         ValueError: it is none of these, an adapter, or a checkpoint or a model of which a part is missing.
@@ -174,7 +175,7 @@ def resolve_model(model: str) -> tuple[Path, str]:
 
 
 def fetch(model: str) -> Path:
-    """The folder of a model on the hub, with its ``.bin`` files where it has no other weights."""
+    """Returns the folder of a model on the hub, with its ``.bin`` files where it has no other weights."""
     path = Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns="*.bin"))
     return path if any(path.glob("*.safetensors")) else Path(snapshot_download(model, allow_patterns=FILES))
 
@@ -237,7 +238,7 @@ def add_adapter(merged: Path, checkpoint: Path) -> None:
 
 
 def digest(value: Any) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of a value's JSON."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
@@ -268,7 +269,7 @@ def start_engine(model: Path, longest: int, tensor_parallel_size: int, *, prefix
 
 
 async def draw(start: Callable, samples: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO) -> None:
-    """Start the engine and draw the ``wanted`` samples (:data:`KEY` and ``prompt_ids``), each into ``file`` at once."""
+    """Start the engine and draw samples, of which :data:`KEY` and ``prompt_ids`` are given, each into ``file`` at once."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}

@@ -87,8 +87,7 @@ class KeepLast(CheckpointCallback):
         for path in [path for path in paths if _step(path) <= global_step][:-count]:
             for part in ("actor", "critic", "transfer_queue"):
                 shutil.rmtree(path / part, ignore_errors=True)
-            for name in ("data.pt",):
-                (path / name).unlink(missing_ok=True)
+            (path / "data.pt").unlink(missing_ok=True)
             with suppress(OSError):  # it holds something else
                 path.rmdir()
 
@@ -99,14 +98,14 @@ def _step(path: Path) -> int:
 
 
 def definition(run: Settings) -> dict[str, Any]:
-    """The options that define a run, with dots in their names, as JSON holds them."""
+    """Returns the options that define a run, with dots in their names, as JSON holds them."""
     defining = {name: _last_part(value) for name, value in _flat(run.config).items() if not _may_change(name)}
     return json.loads(json.dumps(defining, default=str))
 
 
 def contents(run: Settings) -> dict[str, str]:
-    """A digest of what lies at each path that a defining option names, such as the data, a reward function in a file or
-    the model: a path says nothing of a file that was written anew."""
+    """Returns a digest of what lies at each path that a defining option names, such as the data, a reward function in a
+    file or the model: a path says nothing of a file that was written anew."""
     digests = {}
     for name, value in _flat(run.config).items():
         for path in value if isinstance(value, list) else [value]:
@@ -122,7 +121,7 @@ PART = 2**20
 
 
 def _digest(path: Path) -> str:
-    """Of a file's content, or of the files in a folder."""
+    """Returns the digest of a file's content, or of the files in a folder."""
     digest = hashlib.blake2b(digest_size=8)
     files = [path]
     if path.is_dir():
@@ -142,9 +141,12 @@ def _digest(path: Path) -> str:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        return {n: v for key, inner in value.items() for n, v in _flat(inner, f"{name}.{key}".lstrip(".")).items()}
-    return {name: value}
+    if not isinstance(value, dict) or not value:
+        return {name: value}
+    options = {}
+    for key, inner in value.items():
+        options.update(_flat(inner, f"{name}.{key}".lstrip(".")))
+    return options
 
 
 def _last_part(value: Any) -> Any:
@@ -173,24 +175,28 @@ def check_run(run: Settings) -> None:
 
 
 def _folders(run: Settings) -> dict[str, Path]:
-    """Those that a run writes to, by the options that name them."""
-    dump = {DUMP_FOLDER: run.dump.folder} if run.dump is not None else {}
-    return {FOLDER: Path(run[FOLDER])} | dump
+    """Returns the folders that a run writes to, by the options that name them."""
+    folders = {FOLDER: Path(run[FOLDER])}
+    if run.dump is not None:
+        folders[DUMP_FOLDER] = run.dump.folder
+    return folders
 
 
 def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
-    """The options that differ from those stored; of a definition by another version, only what both have."""
+    """Returns the options that differ from those stored; of a definition by another version, only what both have."""
     then = stored.get("definition")
     now = definition(run)
     if not isinstance(then, dict):
         return [] if run[MODE] == "resume_path" else [f"  no {RUN_DEFINITION} that can be read says which"]
+    # Another version may have options that this one lacks, and lack some that this one has.
     names = then.keys() | now.keys() if stored.get("by") == _BY else then.keys() & now.keys()
     differing = [name for name in sorted(names) if then.get(name) != now.get(name)]
     lines = [f"  {visible(name)}: {then.get(name)!r} there, {now.get(name)!r} here" for name in differing]
-    begun = stored.get("contents")
-    for name, digest in contents(run).items() if isinstance(begun, dict) else ():
-        if begun.get(name, digest) != digest:
-            lines.append(f"  {name}: another content than when the run began")
+    digests = stored.get("contents")
+    if isinstance(digests, dict):
+        for name, digest in contents(run).items():
+            if digests.get(name, digest) != digest:
+                lines.append(f"  {name}: another content than when the run began")
     return lines
 
 
@@ -248,7 +254,8 @@ def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
             "what computes them in few calls: pip install --no-deps -e packages/verl-cpu"
         )
     libraries = OmegaConf.select(config, LIBRARIES) or []
-    libraries = [libraries] if isinstance(libraries, str) else list(libraries)
+    if isinstance(libraries, str):
+        libraries = [libraries]
     OmegaConf.update(config, LIBRARIES, [*libraries, "recipe.without_flash_attn"], force_add=True)
     if OmegaConf.select(config, ATTENTION) is not None:
         return

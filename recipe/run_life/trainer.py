@@ -46,7 +46,7 @@ class KeptRun:
             super().fit(*args, **kwargs)
 
     def on_step_begin(self) -> None:
-        """verl's; the step before is logged."""
+        """Flushes what is logged of the step before."""
         if tensorboard := self.logger.logger.get("tensorboard"):
             tensorboard.writer.flush()  # or a killed run loses up to two minutes of steps
         super().on_step_begin()
@@ -65,7 +65,7 @@ class KeptRun:
         return super()._balance_batch(batch, *args, **kwargs)
 
     def _held_actors(self) -> list[ActorHandle]:
-        """The actors without which no step ends; those of a user are not among them."""
+        """Returns the actors without which no step ends; those of a user are not among them."""
         groups = (getattr(self, name, None) for name in ("actor_rollout_wg", "critic_wg", "ref_policy_wg"))
         actors = [actor for group in groups if group is not None for actor in group.workers]
         actors += [actor for replica in self._replicas() for actor in (*replica.workers, *replica.servers)]
@@ -77,7 +77,7 @@ class KeptRun:
         return [replica for manager in self._rollout_server_managers() for replica in manager.get_replicas()]
 
     def _engines(self) -> list[str]:
-        """The addresses of vLLM's servers."""
+        """Returns the addresses of vLLM's servers."""
         vllm = self.config.actor_rollout_ref.rollout.name == "vllm"
         return [replica.server_address for replica in self._replicas()] if vllm else []
 

@@ -76,7 +76,7 @@ class Watch:
                 os._exit(1)
 
     def deaths(self) -> list[str]:
-        """Texts on the actors held now that died, Ray's own, and on the engines that did."""
+        """Returns texts on the actors held now that died, Ray's own, and on the engines that did."""
         dead = []
         with suppress(Exception):  # Ray's control service is away; if it stays away, Ray ends this process
             self._asked = {actor: self._asked.get(actor) or actor.__ray_ready__.remote() for actor in self._held()}
@@ -97,7 +97,7 @@ class Watch:
 
 
 def refuses(address: str) -> bool:
-    """Whether the server at ``host:port`` says that its engine is dead, or is gone itself."""
+    """Returns whether the server at ``host:port`` says that its engine is dead, or is gone itself."""
     host, _, port = address.rpartition(":")
     with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=SECONDS)) as connection:
         try:

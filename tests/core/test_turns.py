@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from grail_advantage.methods.text import Pattern, StepValues, cut, matched, resu
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.tiny_models import END, END_ID, encode
-from tests.documentation import ROOT
 
 NAN = math.nan
 
@@ -306,41 +304,6 @@ def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
     assert token_advantages(method, batch_of(talks)) == [[1.0, 0.0], [-1.0, 0.0]]
     talks[0].rewards = [0.0]
     assert weighed(method, batch_of(talks)).selected.tolist() == [False, False]
-
-
-def _function(file: str, name: str) -> Any:
-    namespace: dict[str, Any] = {}
-    exec((ROOT / f"examples/turns/for_{file}.py").read_text(encoding="utf-8"), namespace)
-    return namespace[name]
-
-
-def test_lines_for_skyrl() -> None:
-    """One row a conversation, and one row a turn: the same advantages."""
-    first, second = (SimpleNamespace(instance_id="p", repetition_id=number) for number in range(2))
-    credit = _function("skyrl", "skyrl_advantages")
-    names = ("rewards", "loss_masks", "trajectory_ids")
-    rewards = [[0.0, 0.5, 0.0, 0.0, 1.0], [0.0, 0.25]]
-    masks = [[1, 1, 0, 1, 1], [1, 1]]
-    by_conversation = credit(dict(zip(names, (rewards, masks, [first, second]), strict=True)))
-    assert by_conversation == [[1.25, 1.25, 0.0, 0.75, 0.75], [-1.25, -1.25]]
-    rewards = [[0.0, 0.5], [0.0, 1.0], [0.0, 0.25]]
-    by_step = credit(dict(zip(names, (rewards, [[1, 1]] * 3, [first, first, second]), strict=True)))
-    assert by_step == [[1.25, 1.25], [0.75, 0.75], [-1.25, -1.25]]
-
-
-def test_lines_for_verifiers() -> None:
-    def trace(rewards: list[Any], outcome: float, masks: list[list[bool]]) -> SimpleNamespace:
-        nodes = [SimpleNamespace(sampled=False, mask=[False], advantages=None)]
-        for mask in masks:
-            nodes += [SimpleNamespace(sampled=True, mask=mask, advantages=None)]
-            nodes += [SimpleNamespace(sampled=False, mask=[False] * 3, advantages=None)]
-        return SimpleNamespace(info={"turn_rewards": rewards}, reward=outcome, nodes=nodes)
-
-    traces = [trace([0.5, None], 1.0, [[False, True, True], [False, True]]), trace([[0.0, 0.25]], 0.0, [[True]])]
-    _function("verifiers", "credit")(traces, ["p", "p"])
-    first, second = turn_advantages([[0.5, None], [0.25]], [1.0, 0.0], ["p", "p"])
-    assert [node.advantages for node in traces[0].nodes] == [None, [first[0]] * 2, None, [first[1]], None]
-    assert [node.advantages for node in traces[1].nodes] == [None, second, None]
 
 
 def sentence(advantage: float, text: str, group: int = 0, masked: bool = False) -> Talk:

@@ -59,10 +59,10 @@ def patch_process() -> None:
     get_train_ds_config = strategy.get_train_ds_config
 
     def config(*arguments: Any, **named: Any) -> dict[str, Any]:
-        made = get_train_ds_config(*arguments, **named)
-        if "optimizer" in made:
-            made["optimizer"]["params"]["torch_adam"] = True
-        return made
+        ds_config = get_train_ds_config(*arguments, **named)
+        if "optimizer" in ds_config:
+            ds_config["optimizer"]["params"]["torch_adam"] = True
+        return ds_config
 
     strategy.get_train_ds_config = config
     # It writes f"cuda:{...}" (replay_buffer.py:40).
@@ -95,7 +95,7 @@ def record_steps(maker_class: type) -> None:
     def recorded(maker: Any, experiences: list[Any]) -> list[Any]:
         unweighted = parent.compute_advantages_and_returns(maker, copy.deepcopy(experiences))  # type: ignore[attr-defined]
         weighed = weigh_experiences(maker, experiences)
-        step = [(vars(before), after.advantages) for before, after in zip(unweighted, weighed, strict=True)]
+        step = [(vars(inputs), results.advantages) for inputs, results in zip(unweighted, weighed, strict=True)]
         torch.save(step, Path(os.environ["RECORD"], f"step_{maker.step}.pt"))
         return weighed
 
@@ -153,7 +153,8 @@ class Engine:
         return SimpleNamespace(outputs=[output])
 
     async def generate_responses(self, *, max_length: int, num_samples: int, images: Any, **named: Any) -> list[Any]:
-        named |= {"max_length": max_length, "llm_engine": self}
+        named["max_length"] = max_length
+        named["llm_engine"] = self
         return [await self.executor.execute(**named) for _ in range(num_samples)]
 
 

@@ -69,10 +69,16 @@ def run(folder: Path, module: str, flags: Sequence[str], status: int = 0, **vari
     """The output of a command in the folder, with nothing fetched or sent; another status than this fails the test."""
     path = [str(ROOT), str(ROOT / "packages/verl-cpu"), str(Path(sys.prefix) / "hosts")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "RECORD": str(folder), **variables}
-    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-    environment |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment["HF_HUB_OFFLINE"] = "1"
+    environment["DS_ACCELERATOR"] = "cpu"
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    environment["RAY_USAGE_STATS_ENABLED"] = "0"
+    environment["RAY_AUTH_MODE"] = "disabled"
+    environment["RAY_worker_niceness"] = "0"
+    environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     done = subprocess.run(
         [sys.executable, "-m", module, *flags],
         cwd=folder,
@@ -103,7 +109,12 @@ def check_receipts(folder: Path, tokens: Sequence[int]) -> None:
 
 
 def check_advantages(
-    policy: Any, rows: tuple[Tensor, Tensor, Tensor], base: Tensor, truncated: Tensor, given: Tensor, tolerance: float
+    policy: Any,
+    rows: tuple[Tensor, Tensor, Tensor],
+    base: Tensor,
+    truncated: Tensor,
+    advantages: Tensor,
+    tolerance: float,
 ) -> float:
     """The token advantages (B, L) that a framework trains with are those of compute_token_weights for these ids, attention
     and response masks. Returns the largest difference to GRPO's."""
@@ -116,8 +127,8 @@ def check_advantages(
         temperature=TEMPERATURE,
         masked=truncated,
     )
-    torch.testing.assert_close(given, expected.advantages, rtol=0, atol=tolerance)
-    return float((given - torch.where(rows[2].bool(), base[:, None], 0.0)).abs().max())
+    torch.testing.assert_close(advantages, expected.advantages, rtol=0, atol=tolerance)
+    return float((advantages - torch.where(rows[2].bool(), base[:, None], 0.0)).abs().max())
 
 
 def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | None) -> Any:
@@ -135,7 +146,8 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
         variables["NPROC_PER_NODE"] = str(ranks)
     output = run(folder, "swift.cli.main", flags, **variables)
     assert "grail/selected_rate" in output
-    tokens, differences = [], []
+    tokens = []
+    differences = []
     for step in range(0, 2 * ROLLOUTS, 2):
         of_ranks = [torch.load(folder / f"step_{step}_of_{rank}.pt", weights_only=False) for rank in range(ranks)]
         for recorded in of_ranks:
@@ -145,12 +157,14 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
                 width = batch["completion_mask"].shape[1]
                 response = torch.zeros_like(batch["input_ids"])
                 response[:, -width:] = batch["completion_mask"]
-                given = torch.zeros(response.shape)
-                given[:, -width:] = batch["advantages"]
+                advantages = torch.zeros(response.shape)
+                advantages[:, -width:] = batch["advantages"]
                 rows = batch["input_ids"], batch["attention_mask"], response
-                difference = check_advantages(policy, rows, base, batch["truncated_mask"], given, tolerance=1e-5)
+                difference = check_advantages(policy, rows, base, batch["truncated_mask"], advantages, tolerance=1e-5)
                 differences.append(difference)
-        tokens.append(sum(int(batch["completion_mask"].sum()) for each in of_ranks for batch in each["batches"]))
+        tokens.append(
+            sum(int(batch["completion_mask"].sum()) for rank_record in of_ranks for batch in rank_record["batches"])
+        )
     assert max(differences) > 1
     check_receipts(folder, tokens)
 
@@ -161,7 +175,8 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
     output = run(folder, "tests.other_hosts.openrlhf_cpu", [*flags, "--algo.kl.init_coef", "0"])
     assert "'grail/selected_rate': " in output
     assert "'receipt/mismatches': 0" in output
-    tokens, differences = [], []
+    tokens = []
+    differences = []
     for step in range(ROLLOUTS):
         recorded = torch.load(folder / f"step_{step}.pt", weights_only=False)
         state = torch.load(folder / f"policy_{step}.pt") if step else None
@@ -170,17 +185,17 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
         def rows_of(name: str, shift: int = 0, recorded: Any = recorded) -> Tensor:
             """(B, L); OpenRLHF's action a is token a + 1."""
             return pad_sequence(
-                [pad(row, (shift, 0)) for before, _ in recorded for row in before[name]], batch_first=True
+                [pad(row, (shift, 0)) for inputs, _ in recorded for row in inputs[name]], batch_first=True
             )
 
         response = rows_of("action_mask", 1)
         base = rows_of("advantages", 1).gather(1, response.argmax(dim=1, keepdim=True))[:, 0]
-        given = pad_sequence([pad(row, (1, 0)) for _, after in recorded for row in after], batch_first=True)
-        truncated = torch.cat([before["truncated"] for before, _ in recorded])
+        advantages = pad_sequence([pad(row, (1, 0)) for _, weighed in recorded for row in weighed], batch_first=True)
+        truncated = torch.cat([inputs["truncated"] for inputs, _ in recorded])
         rows = rows_of("sequences"), rows_of("attention_mask"), response
         # On several ranks responses go through the model in other micro-batches, which in bf16 changes the last bits.
         tolerance = 0.0 if ranks == 1 else 0.02
-        differences.append(check_advantages(policy, rows, base, truncated, given, tolerance))
+        differences.append(check_advantages(policy, rows, base, truncated, advantages, tolerance))
         tokens.append(int(response.sum()))
     assert max(differences) > 1
     check_receipts(folder, tokens)

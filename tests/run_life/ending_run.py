@@ -80,12 +80,12 @@ class TaskRunner:
 
 if __name__ == "__main__":
     os.environ.update(RAY_process_group_cleanup_enabled="1")  # as recipe.run_life sets it
-    for left in reversed(range(STARTS)):
+    for tries in reversed(range(STARTS)):
         try:
             ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}))
             break
         except Exception as error:
-            if NOT_STARTED not in str(error) or not left:
+            if NOT_STARTED not in str(error) or not tries:
                 raise
     settings = {"default_local_dir": sys.argv[1], "val_only": False, "val_before_train": False}
     config = OmegaConf.create({"trainer": settings, "actor_rollout_ref": {"rollout": {"name": "vllm"}}})

@@ -20,13 +20,19 @@ class KilledRun:
     """A run of a tiny model in an empty folder; with further options and variables, and so many prompts in the data set."""
 
     def __init__(self, folder: Path, overrides: list[str], *, rows: int, environment: dict[str, str]) -> None:
-        self.folder, self.everybody = folder, set[psutil.Process]()
+        self.folder = folder
+        self.everybody = set[psutil.Process]()
         self.result: subprocess.CompletedProcess[str] | None = None
         self.options = [
-            *("algorithm.adv_estimator=grail", "data.train_batch_size=2", "actor_rollout_ref.rollout.n=2"),
+            "algorithm.adv_estimator=grail",
+            "data.train_batch_size=2",
+            "actor_rollout_ref.rollout.n=2",
             *(f"actor_rollout_ref.actor.{size}" for size in ("ppo_max_token_len_per_gpu=128", "ppo_mini_batch_size=2")),
-            *("trainer.total_epochs=1000", "trainer.total_training_steps=1000"),
-            *("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", *overrides),
+            "trainer.total_epochs=1000",
+            "trainer.total_training_steps=1000",
+            "trainer.save_freq=1",
+            "trainer.max_actor_ckpt_to_keep=1",
+            *overrides,
         ]
 
         def run() -> None:
@@ -45,7 +51,8 @@ class KilledRun:
 
     def await_step(self, step: int) -> None:
         """Wait until a step is logged; then the run's processes are known."""
-        path, deadline = self.folder / "metrics.jsonl", time.monotonic() + STARTED_IN
+        path = self.folder / "metrics.jsonl"
+        deadline = time.monotonic() + STARTED_IN
         while not (path.exists() and path.read_text().count("\n") >= step):
             waits = self._thread.is_alive() and time.monotonic() < deadline
             assert waits, [(self.folder / name).read_text()[-3000:] for name in whole_run.SAID]
@@ -61,9 +68,9 @@ class KilledRun:
     def end(self, seconds: float) -> None:
         """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
         deadline = time.monotonic() + seconds
-        while (left := [process for process in self.everybody if lives(process)]) or self._thread.is_alive():
-            assert time.monotonic() < deadline, f"after {seconds:.0f} s are still there: {left}"
-            for process in left:
+        while (living := [process for process in self.everybody if lives(process)]) or self._thread.is_alive():
+            assert time.monotonic() < deadline, f"after {seconds:.0f} s are still there: {living}"
+            for process in living:
                 with contextlib.suppress(psutil.Error):
                     self.everybody |= set(process.children(recursive=True))
             time.sleep(1)

@@ -38,7 +38,26 @@ from tests import forked
 from tests.composed import compose, parsed, prepare
 from tests.run_life.killed_run import lives
 
-MAY_DIFFER, DEFINES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).values()
+MAY_DIFFER = """
+trainer.total_training_steps=80 trainer.save_freq=20 trainer.test_freq=5
+trainer.logger=[console] trainer.experiment_name=other algorithm.token_dump.folder=/somewhere
+trainer.nnodes=2 trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000
+actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.rollout.val_kwargs.n=1
+"""
+"""Overrides of a later start, a line each."""
+DEFINES = {
+    "data.seed": (42, 7),
+    "algorithm.grail.gate": ("wrong", "all"),
+    "algorithm.grail.preset": ("official", "robust"),
+    "algorithm.adv_estimator": ("grail", "grpo"),
+    "actor_rollout_ref.actor.optim.lr": (1e-06, 2e-06),
+    "actor_rollout_ref.model.path": ("~/models/deepseek-llm-7b-chat", "other/model"),
+    "+actor_rollout_ref.model.override_config.dropout": (None, 0.1),
+    "trainer.v1.trainer_mode": ("sync", "colocate_async"),
+    "trainer.balance_batch": (True, False),
+}
+"""Options, with the value of the run that began and that of a later start."""
 
 
 @pytest.fixture
@@ -92,8 +111,8 @@ def test_what_may_change(begun: Path, tmp_path: Path) -> None:
     configs = [parsed(compose(name)).config for name in ("grail_trainer", "cpu_trainer")]
     names = {name for config in configs for name in run_life._flat(config)}
     assert all(fnmatch.filter(names, pattern) for pattern in MAY_CHANGE.split())
-    for overrides in MAY_DIFFER:
-        prepare(_compose(begun, *overrides))
+    for line in MAY_DIFFER.strip().splitlines():
+        prepare(_compose(begun, *line.split()))
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     _start(tmp_path / "a/run", "actor_rollout_ref.model.path=/disk/model")
@@ -103,11 +122,15 @@ def test_what_may_change(begun: Path, tmp_path: Path) -> None:
 
 
 def test_everything_else_defines_a_run(begun: Path) -> None:
-    for override, name, there, here in DEFINES:
-        assert f"  {name}: {there!r} there, {here!r} here\n" in _refused(begun, override)
+    for option, (stored, value) in DEFINES.items():
+        message = _refused(begun, f"{option}={value}")
+        assert f"  {option.lstrip('+')}: {stored!r} there, {value!r} here\n" in message
     refused = _refused(begun, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60")
     named = {line.split(":")[0].strip() for line in refused.splitlines()[1:-1]}
-    seeds = {"data.seed", *(f"actor_rollout_ref.{of}" for of in ("actor.data_loader_seed", "actor.fsdp_config.seed"))}
+    seeds = {
+        "data.seed",
+        *(f"actor_rollout_ref.{option}" for option in ("actor.data_loader_seed", "actor.fsdp_config.seed")),
+    }
     assert named == {"algorithm.grail.gate", "actor_rollout_ref.rollout.seed"} | seeds
 
 
@@ -130,11 +153,13 @@ def test_a_file_that_was_written_anew_is_another_run_s(kind: str, folder: Path, 
     """Under the same name. The same content elsewhere is the same run."""
     (model := tmp_path / "model").mkdir()
     files = {"data": tmp_path / "data.parquet", "model": model / "weights.safetensors"}
-    files |= {"reward function": tmp_path / "reward.py", "tools": tmp_path / "tools.yaml"}
+    files["reward function"] = tmp_path / "reward.py"
+    files["tools"] = tmp_path / "tools.yaml"
     for file in files.values():
         file.write_text("first")
     options = {"reward function": "reward.custom_reward_function.path", "model": "actor_rollout_ref.model.path"}
-    options |= {"tools": "actor_rollout_ref.rollout.multi_turn.tool_config_path", "data": "data.train_files"}
+    options["tools"] = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+    options["data"] = "data.train_files"
 
     def overrides(at: Path) -> list[str]:
         function, tools = (f"{options[name]}={at / files[name].name}" for name in ("reward function", "tools"))
@@ -194,8 +219,8 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         _start(begun)
     assert not ended.value.code
-    for left in ("total_training_steps=60", "total_training_steps=null", "val_only=True"):
-        _start(begun, f"trainer.{left}")
+    for override in ("total_training_steps=60", "total_training_steps=null", "val_only=True"):
+        _start(begun, f"trainer.{override}")
     last.rename(last.with_name("global_step_45"))  # verl's tracker still names it
     _start(begun)
     (last.parent / "latest_checkpointed_iteration.txt").write_text("")  # by a full disk
@@ -209,26 +234,26 @@ def test_the_last_checkpoints_of_all_starts_stay(folder: Path, monkeypatch: pyte
     folders = [_save(folder, step) for step in (2, 4, 6, 8, 100)]
     (folders[1] / "notes.txt").touch()
     saved = {"global_step": 8, "checkpoint_dir": str(folder / "checkpoints/global_step_8"), "async_save": False}
-    for count, left in ((None, [2, 4, 6, 8, 100]), (2, [4, 6, 8, 100])):
+    for count, steps in ((None, [2, 4, 6, 8, 100]), (2, [4, 6, 8, 100])):
         KeepLast(OmegaConf.create({"trainer": {"max_actor_ckpt_to_keep": count}})).on_save(trainer=None, **saved)
-        there = sorted((folder / "checkpoints").glob("global_step_*"), key=run_life._step)
-        assert [run_life._step(path) for path in there] == left
-    assert [path.name for path in there[0].rglob("*")] == ["notes.txt"]
+        remaining = sorted((folder / "checkpoints").glob("global_step_*"), key=run_life._step)
+        assert [run_life._step(path) for path in remaining] == steps
+    assert [path.name for path in remaining[0].rglob("*")] == ["notes.txt"]
 
 
-def _run_with_children(folder: Path, told: Connection) -> None:
+def _run_with_children(folder: Path, connection: Connection) -> None:
     config = _compose(folder)
     begin_run(prepare(config), config)
-    told.send(subprocess.Popen(["sleep", "300"], close_fds=False).pid)
+    connection.send(subprocess.Popen(["sleep", "300"], close_fds=False).pid)
     time.sleep(300)
 
 
 @pytest.mark.slow
 def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
     """A process that is killed leaves no lock, whatever becomes of its children; a check takes none."""
-    told, telling = forked.FORKS.Pipe(duplex=False)
-    run = forked.fork(_run_with_children, folder, telling)
-    child = psutil.Process(told.recv())
+    receiver, sender = forked.FORKS.Pipe(duplex=False)
+    run = forked.fork(_run_with_children, folder, sender)
+    child = psutil.Process(receiver.recv())
     try:
         prepare(_compose(folder))
         with pytest.raises(ValueError, match="belongs to a run that lives"):
@@ -304,22 +329,26 @@ class _Ordered(KeptRun, _Batches): ...
 
 def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
     """However the responses arrived; a session's outputs by their numbers."""
-    trainer, fetched = _Ordered(), []
+    trainer = _Ordered()
+    fetched = []
     for trainer.global_steps in (3, 3, 4):
         fetched += tu.get(trainer._fetch_one_gen_batch(), "uid")
     assert fetched == [f"00000{step}-{place:05d}" for step, count in ((3, 6), (4, 3)) for place in range(count)]
     keys = ["000001-00002_0_0", "000001-00001_10_0", "000001-00001_2_10", "000001-00001_2_9"]
     batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{"row": i} for i in range(4)])
-    found = trainer._balance_batch(batch, {})
-    assert [tag["row"] for tag in found.tags] == [3, 2, 1, 0] and found.keys == keys[::-1]
+    balanced = trainer._balance_batch(batch, {})
+    assert [tag["row"] for tag in balanced.tags] == [3, 2, 1, 0] and balanced.keys == keys[::-1]
 
 
-def _seeds(monkeypatch: pytest.MonkeyPatch, *, run: int = 0, step: int = 1, validate: bool = False, **of: Any) -> list:
+def _seeds(
+    monkeypatch: pytest.MonkeyPatch, *, run: int = 0, step: int = 1, validate: bool = False, **prompt: Any
+) -> list:
     """The seeds of a response's three turns, for each of which verl's loops send the same parameters."""
-    given, asked = {"temperature": 0.7}, []
+    parameters = {"temperature": 0.7}
+    received = []
 
     async def generate(*, sampling_params: dict) -> None:
-        asked.append(sampling_params)
+        received.append(sampling_params)
 
     async def conversation(self: Any, sampling_params: dict, trajectory: dict, *, agent_name: str, **_: Any) -> None:
         for _turn in range(3):
@@ -329,16 +358,32 @@ def _seeds(monkeypatch: pytest.MonkeyPatch, *, run: int = 0, step: int = 1, vali
     worker = SeededAgentLoopWorker.__new__(SeededAgentLoopWorker)
     worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(seed=run)))
     worker.llm_client = client = SimpleNamespace(generate=generate)
-    request = {"raw_prompt": [{"role": "user", "content": "1+1"}], "session_id": 0, "index": 5, "uid": "anything", **of}
+    request = {
+        "raw_prompt": [{"role": "user", "content": "1+1"}],
+        "session_id": 0,
+        "index": 5,
+        "uid": "anything",
+        **prompt,
+    }
     trajectory = {"step": step, "validate": validate, "sample_index": 3, "rollout_n": 0}
-    asyncio.run(worker._run_agent_loop(given, trajectory, agent_name="loop", **request))
-    assert worker.llm_client is client and given == {"temperature": 0.7}, "the worker's own, shared by all responses"
-    return [params["seed"] for params in asked if params == {**given, "seed": params["seed"]}]
+    asyncio.run(worker._run_agent_loop(parameters, trajectory, agent_name="loop", **request))
+    assert worker.llm_client is client and parameters == {"temperature": 0.7}, (
+        "the worker's own, shared by all responses"
+    )
+    return [params["seed"] for params in received if params == {**parameters, "seed": params["seed"]}]
 
 
 def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = [{"role": "user", "content": "1+2"}]
-    variants = [{}, {"run": 1}, {"step": 2}, {"validate": True}, {"session_id": 1}, {"index": 6}, {"raw_prompt": other}]
+    prompt = [{"role": "user", "content": "1+2"}]
+    variants = [
+        {},
+        {"run": 1},
+        {"step": 2},
+        {"validate": True},
+        {"session_id": 1},
+        {"index": 6},
+        {"raw_prompt": prompt},
+    ]
     seeds = [seed for variant in variants for seed in _seeds(monkeypatch, **variant)]
     assert len(set(seeds)) == len(seeds) == 21 and all(0 <= seed < 2**63 for seed in seeds)
     assert _seeds(monkeypatch, uid="b") == seeds[:3], "whenever, and under whatever key"

@@ -70,15 +70,15 @@ def test_an_engine_is_dead_if_its_server_says_so_twice() -> None:
         address = f"127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         looks = Watch(list, lambda: [address])
-        for status[0], found in ((200, 0), (503, 0), (503, 1), (200, 0), (0, 0)):
-            assert len(looks.deaths()) == found
+        for status[0], deaths in ((200, 0), (503, 0), (503, 1), (200, 0), (0, 0)):
+            assert len(looks.deaths()) == deaths
         server.shutdown()
     assert refuses(address), "nobody listens there any more"
 
 
-def _await(there: Callable[[], bool], what: str) -> None:
+def _await(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + BOUND
-    while not there():
+    while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
 
@@ -100,7 +100,10 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(tmp_path
         assert driver.wait(timeout=BOUND) == status
         # Ray ends no children of a worker whose raylet was killed before.
         spared = {processes["upload"]} | ({processes["child"]} if name == "driver" else set())
-        _await(lambda: not any(lives(each) for each in everybody if each.pid not in spared), f"not gone: {everybody}")
+        _await(
+            lambda: not any(lives(member) for member in everybody if member.pid not in spared),
+            f"not gone: {everybody}",
+        )
         assert lives(psutil.Process(processes["upload"]))
         text = (tmp_path / "output").read_text()
         assert name == "driver" or all(part in text for part in (HEADLINE, "class_name: Worker", "name: the_worker"))

@@ -39,11 +39,12 @@ print("PROBE" + json.dumps([sorted(PlatformRegistry.registered_names()), *files,
 def test_nothing_of_it_is_used_on_other_platforms() -> None:
     """By verl, and by the recipe. What it registers on the CPU, every whole run of the tests needs."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
-    environment, command = {**inherited, "PYTHONPATH": str(ROOT)}, [sys.executable, "-c", PROBE]
+    environment = {**inherited, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    own = ["verl_cpu", "verl_cpu.plugin"]
+    variables = ["verl_cpu", "verl_cpu.plugin"]
     assert json.loads(done.stdout.split("PROBE")[1]) == [
-        ["amd", "huawei", "nvidia"], "replica.py", "distributed.py", False, own
+        ["amd", "huawei", "nvidia"], "replica.py", "distributed.py", False, variables
     ]  # fmt: skip
 
 
@@ -59,7 +60,8 @@ def test_log_probabilities_are_exact(shape: tuple, dtype: torch.dtype, monkeypat
     generator = torch.Generator().manual_seed(0)
     logits = (40 * torch.randn(*shape, 37, generator=generator)).to(dtype)
     labels = torch.randint(37, shape, generator=generator)
-    labels[0], labels[-1] = 0, 36
+    labels[0] = 0
+    labels[-1] = 36
     upstream = torch.randn(shape, generator=generator)
     seen = []
     for function, type_ in (
@@ -135,7 +137,8 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        command, number = [sys.executable, "-c", SERVER, str(path)], listener.fileno()
+        command = [sys.executable, "-c", SERVER, str(path)]
+        number = listener.fileno()
         process = subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, cwd=ROOT, pass_fds=[number])
     yield process
     process.kill()
@@ -148,24 +151,28 @@ def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(server: subpro
     (script := tmp_path / "script.py").write_text(SCRIPT)
     client = ["nice", "-n", "3", sys.executable, "-I", "-S", str(CLIENT), server.args[-2], str(script), "-x"]
 
-    def worker(said: str, job: str = "01000000") -> dict:
+    def worker(answer: str, job: str = "01000000") -> dict:
         """What it sees of itself; it must say on stderr what it was given on stdin."""
-        environment = {"RAY_JOB_ID": job, "RAY_RAYLET_PID": "7", "NUMBER": said}
+        environment = {"RAY_JOB_ID": job, "RAY_RAYLET_PID": "7", "NUMBER": answer}
         done = subprocess.run(
-            client, env=environment, cwd=tmp_path, input=said, capture_output=True, text=True, check=True
+            client, env=environment, cwd=tmp_path, input=answer, capture_output=True, text=True, check=True
         )
-        own = json.loads(done.stdout)
-        assert (done.stderr, own["arguments"], own["name"]) == (said, [str(script), "-x"], "__main__")
-        assert (own["folder"], own["nice"]) == (str(tmp_path), min(os.nice(0) + 3, 19))
-        assert own["environment"].items() >= environment.items() and "HOME" not in own["environment"]
-        return own
+        request = json.loads(done.stdout)
+        assert (done.stderr, request["arguments"], request["name"]) == (
+            answer,
+            [str(script), "-x"],
+            "__main__",
+        )
+        assert (request["folder"], request["nice"]) == (str(tmp_path), min(os.nice(0) + 3, 19))
+        assert request["environment"].items() >= environment.items() and "HOME" not in request["environment"]
+        return request
 
     workers = [worker("line 0\n"), worker("line 1\n")]
-    for own in workers:
-        assert own["parent"] == server.pid and own["group"] == own["pid"] and own["preloaded"] == [True, True]
+    for first in workers:
+        assert first["parent"] == server.pid and first["group"] == first["pid"] and first["preloaded"] == [True, True]
     assert workers[0]["pid"] != workers[1]["pid"]
-    other = worker("", "02000000")
-    assert other["parent"] != server.pid and other["preloaded"] == [False, False]
+    second = worker("", "02000000")
+    assert second["parent"] != server.pid and second["preloaded"] == [False, False]
     server.stdin.close()
     assert server.wait(60) == 0 and not Path(server.args[-2]).parent.exists()
     assert worker("said\n")["preloaded"] == [False, False]

@@ -153,18 +153,20 @@ def test_no_false_alarm(mode: str) -> None:
 @pytest.mark.parametrize("mode, aggregation", [("geo_mean", "seq-mean-token-mean"), ("vanilla", "token-mean")])
 def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
     """The means of micro-batches are summed; after rejection (of each third response) all generated tokens divide."""
-    whole = rollout(5, token_advantages=False, ties=True, even=True)
-    kept_B1 = (torch.arange(len(whole.batch.mask_BT)) % 3 > 0)[:, None] | (mode == "geo_mean")
-    batch = replace(whole.batch, mask_BT=whole.batch.mask_BT & kept_B1, ref_log_probs_BT=None)
+    generated = rollout(5, token_advantages=False, ties=True, even=True)
+    kept_B1 = (torch.arange(len(generated.batch.mask_BT)) % 3 > 0)[:, None] | (mode == "geo_mean")
+    batch = replace(generated.batch, mask_BT=generated.batch.mask_BT & kept_B1, ref_log_probs_BT=None)
     batch = replace(batch, advantages_BT=batch.advantages_BT * batch.mask_BT)
     choice = {"aggregation": aggregation, "factor": None, "kl": None, "dro_beta": 0.5}
     loss, config = settings_of(mode, choice | {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.4})
     nobody = torch.zeros(len(kept_B1), dtype=torch.bool)
-    of_ranks = measured(replace(whole, batch=batch), config, False, nobody, whole.batch.mask_BT)
+    of_ranks = measured(replace(generated, batch=batch), config, False, nobody, generated.batch.mask_BT)
     how = {"sent": [True] * len(kept_B1), "loss": loss, "epochs": 1, "on_policy": True}
     columns = {LOSS_COLUMNS[0]: batch.old_log_probs_BT}
     receipt = receipt_by(of_ranks, batch.mask_BT, batch.advantages_BT, columns, range(len(kept_B1)), **how)
     assert names(receipt.findings) == ["scaled"]
-    factor = len(whole.plan[0]) if mode == "geo_mean" else float(batch.mask_BT.sum() / whole.batch.mask_BT.sum())
+    factor = (
+        len(generated.plan[0]) if mode == "geo_mean" else float(batch.mask_BT.sum() / generated.batch.mask_BT.sum())
+    )
     assert (receipt.findings[0].low, receipt.findings[0].high) == pytest.approx((factor, factor), rel=1e-4)
     assert factor != pytest.approx(1, rel=0.1)

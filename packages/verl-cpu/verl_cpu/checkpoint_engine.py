@@ -36,7 +36,7 @@ class HostCheckpointEngine(CheckpointEngine):
         self.path = Path()
 
     def prepare(self) -> str | None:
-        """The path of the next file, from the master; None elsewhere."""
+        """Returns the path of the next file, from the master; None elsewhere."""
         return f"{tempfile.mkdtemp(prefix='verl-cpu-weights-', dir=FOLDER)}/weights.pt" if self.is_master else None
 
     @classmethod

@@ -24,17 +24,17 @@ class _CpuDevice(str):
 
 
 def _always(value: Any) -> Any:
-    """A function of any arguments that returns this."""
+    """Returns a function of any arguments that returns this."""
     return lambda *_, **__: value
 
 
 def _memory(device: object = None) -> int:
-    """What this process holds counts as allocated, in bytes."""
+    """Returns what this process holds, in bytes; it counts as allocated."""
     return psutil.Process().memory_info().rss
 
 
 def _free(device: object = None) -> tuple[int, int]:
-    """The host's available and whole memory in bytes."""
+    """Returns the host's available and whole memory in bytes."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 

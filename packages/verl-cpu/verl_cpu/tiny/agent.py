@@ -35,12 +35,13 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def call_text(step: str) -> str:
-    """The turn that has a step checked, in the format ``hermes`` of ``rollout.multi_turn.format``."""
+    """Returns the turn that has a step checked, in the format ``hermes`` of ``rollout.multi_turn.format``."""
     return '<tool_call>{"name": "check", "arguments": {"step": "' + step + '"}}</tool_call>'
 
 
 def called_step(turn: str) -> str | None:
-    """The step that a turn has checked; ``None`` where it calls no tool, as verl's parser of that format decides it."""
+    """Returns the step that a turn has checked; ``None`` where it calls no tool, as verl's parser of that format
+    decides it."""
     calls = _CALL.findall(turn)
     try:
         return str(json.loads(calls[0])["arguments"]["step"]) if calls else None
@@ -49,8 +50,8 @@ def called_step(turn: str) -> str | None:
 
 
 def check(problem: Problem, calls: int, step: str) -> tuple[str, float]:
-    """The tool's reply to a step such as ``12-3=9``, and its reward; ``taken`` calls were made before, each of which
-    takes up a step of the chain."""
+    """Returns the tool's reply to a step such as ``12-3=9``, and its reward; ``calls`` were made before, each of
+    which takes up a step of the chain."""
     if calls >= len(problem.steps):
         return NOTHING_LEFT, WRONG
     operator, term = problem.steps[calls]
@@ -59,8 +60,8 @@ def check(problem: Problem, calls: int, step: str) -> tuple[str, float]:
 
 
 def turn_rewards(tool_rewards: Sequence[float], turns: int, answered: bool) -> list[float]:
-    """One reward for each of the model's ``turns``: the tool's, with the answer's added to that of the last turn, which
-    makes no call unless the conversation reached its longest length with it."""
+    """Returns one reward for each of the model's ``turns``: the tool's, with the answer's added to that of the last
+    turn, which makes no call unless the conversation reached its longest length with it."""
     rewards = [*tool_rewards, 0.0][:turns]
     rewards[-1] += ANSWER * answered
     return rewards

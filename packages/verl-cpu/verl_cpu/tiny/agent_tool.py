@@ -18,7 +18,7 @@ class CheckTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], *, agent_data: Any, **_: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The reply, its reward, and no figures."""
+        """Returns the reply, its reward, and no figures."""
         problem = Problem.parse(agent_data.messages[0]["content"])
         reply, reward = check(problem, agent_data.user_turns, str(parameters["step"]))
         return ToolResponse(text=reply), reward, {}

@@ -61,7 +61,7 @@ def fine_tune(
 
 
 def _loss(model: PreTrainedModel, padding: int, rows: Sequence[Row]) -> torch.Tensor:
-    """The mean over the responses' tokens."""
+    """Returns the mean over the responses' tokens."""
     longest = max(len(prompt) + len(response) for prompt, response in rows)
 
     def padded(filler: int, rows: Iterable[list[int]]) -> torch.Tensor:
@@ -89,7 +89,7 @@ class WarmUpSettings:
     seed: int = 0
 
     def learning_rate_of(self, step: int) -> float:
-        """The learning rate of a step, by its number, from 1 on."""
+        """Returns the learning rate of a step, by its number, from 1 on."""
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / self.steps))
         return self.learning_rate * (min(1.0, 16 * step / self.steps) * cosine)
 
@@ -142,7 +142,7 @@ class AgentSettings:
 
 
 def demonstrate(problem: Problem, rng: random.Random, settings: AgentSettings) -> list[tuple[str, str | None]]:
-    """A conversation: each turn of the model, with the tool's reply to all but the last."""
+    """Returns a conversation: each turn of the model, with the tool's reply to all but the last."""
     value = problem.first
     turns = []
     for index, (operator, term) in enumerate(problem.steps):

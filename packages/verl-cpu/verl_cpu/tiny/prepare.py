@@ -68,7 +68,7 @@ def write(
 
 
 def stamp_text(settings: dict[str, object], output_dir: Path) -> str:
-    """The settings and a hash of the files that were made with them."""
+    """Returns the settings and a hash of the files that were made with them."""
     files = [*output_dir.glob("*.parquet"), *(output_dir / "model").glob("*")]
     return json.dumps({**settings, "files": digest_of(files)}, indent=2) + "\n"
 

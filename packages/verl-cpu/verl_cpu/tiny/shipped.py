@@ -38,18 +38,18 @@ AGENT_TEMPLATE = (
 
 
 def load_shipped() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The tiny model in float32, whose weights are bfloat16 numbers, and its tokenizer."""
+    """Returns the tiny model in float32, whose weights are bfloat16 numbers, and its tokenizer."""
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32), build_tokenizer()
 
 
 def load_agent() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """The same of the model with a tool."""
+    """Returns the model with a tool, and its tokenizer, in the same way."""
     return AutoModelForCausalLM.from_pretrained(AGENT_FOLDER, dtype=torch.float32), build_agent_tokenizer()
 
 
 def build_agent_tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny tokenizer with a template for replies, and the fixed text of calls and replies as one token at each end,
-    so that nearly all tokens that the model writes are decisions."""
+    """Returns the tiny tokenizer with a template for replies, and the fixed text of calls and replies as one token at
+    each end, so that nearly all tokens that the model writes are decisions."""
     tokenizer = build_tokenizer()
     fixed = (CALL_START, CALL_END, REPLY_START, REPLY_END)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in fixed])
@@ -58,7 +58,7 @@ def build_agent_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def reply_ids(tokenizer: PreTrainedTokenizerFast, reply: str) -> list[int]:
-    """The tokens between two turns of the model, as verl writes them after a turn's end token."""
+    """Returns the tokens between two turns of the model, as verl writes them after a turn's end token."""
     text = f"\n{TURN_START}user\n{REPLY_START}{reply}{REPLY_END}{TURN_END}\n{TURN_START}assistant\n"
     return tokenizer.encode(text, add_special_tokens=False)
 

@@ -58,7 +58,7 @@ class Problem:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The running value after each step."""
+        """Returns the running value after each step."""
         return tuple(accumulate(self.steps, lambda value, step: _apply(value, *step), initial=self.first))[1:]
 
     @property
@@ -98,7 +98,7 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
 
 
 def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS)) -> list[Problem]:
-    """The same without ``reasoning-gym``, with so many steps at least and at most."""
+    """Returns the same without ``reasoning-gym``, with so many steps at least and at most."""
     rng = random.Random(seed)
     chosen: dict[str, Problem] = {}
     while len(chosen) < size:
@@ -137,7 +137,7 @@ def solve(problem: Problem, error_rate: float, rng: random.Random, wording: str 
 
 
 def boxed_answer(response: str) -> str | None:
-    """The content of the last complete ``\\boxed{...}``, or None."""
+    """Returns the content of the last complete ``\\boxed{...}``, or None."""
     boxes = _BOXED.findall(response)
     return boxes[-1] if boxes else None
 

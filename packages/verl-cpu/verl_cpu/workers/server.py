@@ -84,7 +84,7 @@ def become(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Import, serve."""
+    """Imports modules and serves forks."""
     address = Path(sys.argv[1])
     with socket.socket(fileno=int(sys.argv[2])) as listener:
         preload(WITHOUT_RAY)
