@@ -290,12 +290,10 @@ class DumpFile:
         joined = table
         for name in names_received:
             joined = joined.append_column(_FIELDS[name], received[name].take(rows))
-        try:
+        with _noting(path, "received", self.problems):
             _check_lengths(joined, joined["mask"])
-        except ValueError as error:
-            _add_problem(self.problems, path, "received", error)
-            joined = _with_nulls(table, names_received)
-        return joined.select(names)
+            return joined.select(names)
+        return _with_nulls(table, names_received).select(names)
 
     def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
         """Give the responses, one at a time."""

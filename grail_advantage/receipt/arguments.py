@@ -12,8 +12,16 @@ from .losses import AGGREGATIONS, FORMULAS, KL, OVER, Batch, Loss
 from .measure import Piece
 
 DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
 )
 
 
@@ -31,27 +39,27 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
             raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
     if batch.keys is not None and len(batch.keys) != B:
         raise ValueError(f"keys must be a list of {B} texts, one a response")
-    found: dict[str, Any] = {"mask_BT": _tensor("mask_BT", batch.mask_BT, shape).bool()}
+    tensors: dict[str, Any] = {"mask_BT": _tensor("mask_BT", batch.mask_BT, shape).bool()}
     if batch.left_out_B is not None:
-        found["left_out_B"] = _tensor("left_out_B", batch.left_out_B, (B,)).bool()
-    trained_BT = found["mask_BT"] & ~found.get("left_out_B", torch.zeros(B, dtype=torch.bool))[:, None]
+        tensors["left_out_B"] = _tensor("left_out_B", batch.left_out_B, (B,)).bool()
+    trained_BT = tensors["mask_BT"] & ~tensors.get("left_out_B", torch.zeros(B, dtype=torch.bool))[:, None]
     for name in ("advantages_BT", "old_log_probs_BT", "weights_BT", "ref_log_probs_BT"):
         if getattr(batch, name) is None and name != "advantages_BT":
             continue
-        found[name] = _tensor(name, getattr(batch, name), shape)
-        own = found[name][trained_BT]
-        if not own.isfinite().all() or (name == "weights_BT" and (own < 0).any()):
+        tensors[name] = _tensor(name, getattr(batch, name), shape)
+        values_K = tensors[name][trained_BT]
+        if not values_K.isfinite().all() or (name == "weights_BT" and (values_K < 0).any()):
             raise ValueError(f"{name} holds inf, NaN or a negative weight at a token that trains")
-        if "log_probs" in name and (own > 0.1).any() and not (own < 0).any():
-            raise ValueError(f"{name} holds {float(own.max()):.3g}, and nothing below 0: pass log p")
-    known = {"aggregation": AGGREGATIONS, "over": OVER, "kl": (None, *KL), "account": (None, *FORMULAS)}
-    for name, choices in known.items():
+        if "log_probs" in name and (values_K > 0.1).any() and not (values_K < 0).any():
+            raise ValueError(f"{name} holds {float(values_K.max()):.3g}, and nothing below 0: pass log p")
+    choices_of = {"aggregation": AGGREGATIONS, "over": OVER, "kl": (None, *KL), "account": (None, *FORMULAS)}
+    for name, choices in choices_of.items():
         if not callable(value := getattr(loss, name)) and value not in choices:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, choices))}")
     steps = batch.updates * batch.epochs
     if batch.totals_U2 is not None and len(_tensor("totals_U2", batch.totals_U2, (len(batch.totals_U2), 2))) < steps:
         raise ValueError(f"totals_U2 must be ({steps}, 2): updates x epochs steps")
-    return replace(batch, **found), [_piece(piece, B, T, steps, batch.ranks) for piece in pieces]
+    return replace(batch, **tensors), [_piece(piece, B, T, steps, batch.ranks) for piece in pieces]
 
 
 def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
@@ -61,8 +69,8 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
     if not (0 <= piece.update < steps and 0 <= piece.rank < ranks):
         raise ValueError(f"update={piece.update}, rank={piece.rank}: the batch has {steps} steps on {ranks} ranks")
     # The wider of the two says how wide the micro-batch was, so that the other one is named where they differ.
-    both = (piece.log_probs_bT, piece.gradient_bT)
-    widths = [values.shape[1] for values in both if getattr(values, "ndim", 0) == 2]
+    columns = (piece.log_probs_bT, piece.gradient_bT)
+    widths = [values.shape[1] for values in columns if getattr(values, "ndim", 0) == 2]
     shape = (len(rows_b), min(max(widths, default=T), T))
     log_probs_bT = _tensor("log_probs_bT", piece.log_probs_bT, shape)
     gradient_bT = _tensor("gradient_bT", piece.gradient_bT, shape)
@@ -71,7 +79,8 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
 
 def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> torch.Tensor:
     plain = isinstance(values, torch.Tensor) and values.layout == torch.strided and not values.is_meta
-    floats, flags = "log_probs" in name or "gradient" in name, name in ("mask_BT", "left_out_B")
+    floats = "log_probs" in name or "gradient" in name
+    flags = name in ("mask_BT", "left_out_B")
     if not plain or tuple(values.shape) != shape or values.dtype not in (DTYPES[-4:] if floats else DTYPES):
         got = f"{values.dtype} of shape {tuple(values.shape)}" if plain else type(values).__name__
         raise ValueError(f"{name} must be a dense tensor of numbers of shape {shape}, got {got}; see Piece.padded()")

@@ -80,8 +80,8 @@ class Finding:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
         """The inverse of :meth:`to_dict`, also after JSON; what a later version added is left out."""
-        own = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        return cls(**own | {"examples": tuple(tuple(example) for example in own.get("examples", ()))})
+        entries = {entry.name: values[entry.name] for entry in fields(cls) if entry.name in values}
+        return cls(**entries | {"examples": tuple(tuple(example) for example in entries.get("examples", ()))})
 
     def __str__(self) -> str:
         tokens = [f"{key} token {t + 1}: {want:.4g} -> {got:.4g}" for key, t, want, got in self.examples]
@@ -124,7 +124,7 @@ class Explanation(NamedTuple):
     value_NT: torch.Tensor  # what the changed loss gives
     factor_N1: torch.Tensor
     by: str  # in which groups the factor is constant
-    left: Mapping[str, torch.Tensor]  # tokens that are left, by kind
+    remaining: Mapping[str, torch.Tensor]  # tokens that are left, by kind
 
 
 def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
@@ -156,19 +156,21 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
     """Put each step's rows in their places of the rollout batch."""
     batch = arrived.batch
     B, T = batch.mask_BT.shape
-    known = arrived.loss.account is not None
+    has_formula = arrived.loss.account is not None
     place = (arrived.update_N, arrived.rows_N)
     U = int(arrived.update_N.max()) + 1 if len(arrived.rows_N) else 1
     held_UB1 = torch.zeros(U, B, 1, dtype=torch.float32)
     held_UB1.index_put_(place, torch.ones(len(arrived.rows_N), 1, dtype=torch.float32), accumulate=True)
 
-    def by_update(values_NT: torch.Tensor, told: bool = True) -> torch.Tensor:
+    def by_update(values_NT: torch.Tensor, defined: bool = True) -> torch.Tensor:
         values_UBT = torch.zeros(U, B, T, dtype=torch.float32)
         values_UBT.index_put_(place, values_NT.float(), accumulate=True)
-        return values_UBT.masked_fill((held_UB1 == 0) | (not told), torch.nan)
+        return values_UBT.masked_fill((held_UB1 == 0) | (not defined), torch.nan)
 
     received_UBT = by_update(arrived.received_NT)
-    clipped_UBT = by_update(arrived.clipped_NT, known) / held_UB1  # of a response that came twice it is a share too
+    clipped_UBT = (
+        by_update(arrived.clipped_NT, has_formula) / held_UB1
+    )  # of a response that came twice it is a share too
     clipped_BT = clipped_UBT.nanmean(dim=0)
     seen_B = held_UB1.any(dim=0)[:, 0]
     trained_BT = batch.mask_BT & seen_B[:, None]
@@ -179,13 +181,15 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
         received_BT=received_UBT.nanmean(dim=0),
         clipped_BT=clipped_BT,
         received_UBT=received_UBT,
-        expected_UBT=by_update(arrived.wanted_NT, known),
+        expected_UBT=by_update(arrived.wanted_NT, has_formula),
         clipped_UBT=clipped_UBT,
-        findings=tuple(sorted(findings, key=lambda one: (not one.mismatch, one.name not in FIRST, -one.tokens))),
+        findings=tuple(
+            sorted(findings, key=lambda finding: (not finding.mismatch, finding.name not in FIRST, -finding.tokens))
+        ),
         seen_from=1 + 2 * arrived.precision,
         tokens=tokens,
         trained=int((trained_BT & moved_BT).sum()),
-        clipped=float(clipped_BT[trained_BT].mean()) if known and tokens else None,
+        clipped=float(clipped_BT[trained_BT].mean()) if has_formula and tokens else None,
         responses=(int(seen_B.sum()), B if totals is None else int(totals[:, 1].sum()) // batch.epochs),
     )
 
@@ -279,13 +283,13 @@ class _Table:
             rows = at_EB.any(dim=0).nonzero().flatten().tolist()
             if not rows:
                 continue
-            such = ", ".join(map(self.key, rows[:3]))
+            examples = ", ".join(map(self.key, rows[:3]))
             self.findings.append(
                 Finding(
                     name=name,
                     where=f"epochs {', '.join(str(int(e) + 1) for e in at_EB.any(dim=1).nonzero())}",
                     size=len(rows) / B,
-                    what=f"{len(rows)} of {B} responses are {what} (such as {such})",
+                    what=f"{len(rows)} of {B} responses are {what} (such as {examples})",
                     causes=CAUSES[name],
                     tokens=int((at_EB * lengths_B).sum()),
                 )
@@ -334,8 +338,8 @@ class _Table:
         self.differs = int(differs_NT.sum())
         if not self.differs:
             return
-        one = arrived.middle(arrived.quotient(arrived.wanted_NT), "").exp()
-        away_NT = (arrived.received_NT / one - arrived.wanted_NT).abs()
+        factor = arrived.middle(arrived.quotient(arrived.wanted_NT), "").exp()
+        away_NT = (arrived.received_NT / factor - arrived.wanted_NT).abs()
         small = int((differs_NT & (away_NT <= ROUNDED * arrived.wanted_NT.abs())).sum())
         self.rounding = 2 * small > int((differs_NT & (arrived.received_NT != 0) & (arrived.wanted_NT != 0)).sum())
         self.tell(self.explanation())
@@ -348,7 +352,7 @@ class _Table:
         small_NT = (got_NT - value_NT).abs() <= ROUNDED * value_NT.abs()
         bits_N = torch.zeros(len(value_NT), dtype=torch.float64)
         kinds = {}
-        for name, bits, most, at_NT in (
+        for name, bits, limit, at_NT in (
             ("lost", 0.5, WHOLE, got_NT == 0),
             ("outside", 1.0, WHOLE, ~arrived.mask_NT & (value_NT == 0)),
             ("unclipped", 1.0, WHOLE, arrived.clipped_NT & (value_NT == 0) & ~arrived.off(arrived.open_NT, got_NT)),
@@ -357,7 +361,7 @@ class _Table:
             ("", 8.0, math.inf, rest_NT),
         ):
             kinds[name] = rest_NT & at_NT
-            bits_N += (bits * kinds[name].sum(dim=1).double()).clamp(max=most)
+            bits_N += (bits * kinds[name].sum(dim=1).double()).clamp(max=limit)
             rest_NT = rest_NT & ~at_NT
         return bits_N, kinds
 
@@ -385,10 +389,10 @@ class _Table:
                 if bits + float(self.left(value_NT, finest_N1)[0].sum()) >= best.bits:
                     break
             # What looks reversed may be swapped too.
-            if best.bits <= NUMBER and best.name not in ("sign", "swapped") and not best.left["sign"].any():
+            if best.bits <= NUMBER and best.name not in ("sign", "swapped") and not best.remaining["sign"].any():
                 break
-        others = sorted((-share, label) for label, share in tried.items() if label != best.label and share > 0.01)
-        self.also = "; ".join(f"{label} {-share:.0%}" for share, label in others[:3])
+        also = sorted((-share, label) for label, share in tried.items() if label != best.label and share > 0.01)
+        self.also = "; ".join(f"{label} {-share:.0%}" for share, label in also[:3])
         return best
 
     def explains(self, value_NT: torch.Tensor, rest_NT: torch.Tensor) -> bool:
@@ -406,31 +410,31 @@ class _Table:
         yield 0.0, ones_N1, ""
         log_one = arrived.middle(log_NT, "")
         spread = 2 * float(arrived.middle((log_NT - log_one).abs(), ""))
-        one = 1.0
+        common = 1.0
         if float(log_one.abs()) > max(spread, 1.5 * arrived.precision):
-            one = float(log_one.exp())
-            yield NUMBER, one * ones_N1, ""
-        common_N = self.left(value_NT, one * ones_N1)[0]
+            common = float(log_one.exp())
+            yield NUMBER, common * ones_N1, ""
+        common_N = self.left(value_NT, common * ones_N1)[0]
         for by, group_N in arrived.groups.items():
             if not by:
                 continue
             log_G = arrived.middle(log_NT, by)
             spread_G = arrived.middle((log_NT - log_G[group_N][:, None]).abs(), by)
-            own_G = torch.where((log_G - math.log(one)).abs() > 2 * spread_G, log_G.exp(), one)
+            own_G = torch.where((log_G - math.log(common)).abs() > 2 * spread_G, log_G.exp(), common)
             saved_N = common_N - self.left(value_NT, own_G[group_N][:, None])[0]
             price = NUMBER + math.log2(len(own_G))
             chosen_G = torch.zeros_like(own_G).index_add_(0, group_N, saved_N) > price
             if 2 * chosen_G.sum() > len(chosen_G):
                 chosen_G[:] = True
             if chosen_G.any():
-                bits = 8 + NUMBER * (one != 1) + price * int(chosen_G.sum())
-                yield bits, torch.where(chosen_G, own_G, one)[group_N][:, None], by
+                bits = 8 + NUMBER * (common != 1) + price * int(chosen_G.sum())
+                yield bits, torch.where(chosen_G, own_G, common)[group_N][:, None], by
 
     def tell(self, best: Explanation) -> None:
         """Add the lines of an explanation: its change, its factor, and what they leave."""
         arrived = self.arrived
         got_NT = arrived.received_NT / best.factor_N1
-        kinds = dict(best.left)
+        kinds = dict(best.remaining)
         rest_NT = kinds.pop("")
         rest = self.rest(rest_NT | kinds["rounded"], best.value_NT, got_NT) if rest_NT.any() else ""
         places = {kind: self.place(at_NT, best.value_NT) for kind, at_NT in kinds.items()}
@@ -440,7 +444,7 @@ class _Table:
                 if not places[kind]:
                     rest_NT = rest_NT | kinds.pop(kind)
         if best.name and not (rest == "stale" and best.name == "unclipped"):
-            left_NT = torch.stack(list(best.left.values())).any(dim=0)
+            left_NT = torch.stack(list(best.remaining.values())).any(dim=0)
             nearer_NT = 3 * (got_NT - best.value_NT).abs() < (arrived.received_NT - arrived.wanted_NT).abs()
             changed_NT = arrived.off(best.value_NT, arrived.wanted_NT)
             self.add(best.name, best.what, changed_NT & (nearer_NT | ~left_NT))

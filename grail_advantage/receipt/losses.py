@@ -52,27 +52,33 @@ def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: fl
             ``clip_ratio_c``, ``loss_scale_factor`` (unset: the width of the padded micro-batch, which pieces give),
             ``tau_pos``, ``tau_neg``, ``dro_beta``, ``kl_cov_ratio``, ``ppo_kl_coef``.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    low, high = (given.get(f"clip_ratio_{side}", given.get("clip_ratio", 0.2)) for side in ("low", "high"))
-    clip, cap = {"low": low, "high": high}, given.get("clip_ratio_c")
+    settings_given = {name: value for name, value in options.items() if value is not None}
+    low, high = (
+        settings_given.get(f"clip_ratio_{side}", settings_given.get("clip_ratio", 0.2)) for side in ("low", "high")
+    )
+    clip = {"low": low, "high": high}
+    cap = settings_given.get("clip_ratio_c")
     dppo = clip | {"cap": 20.0 if cap is None else cap}
     account, settings = {
         "vanilla": ("clip", clip | {"cap": 3.0 if cap is None else cap, "bound": 20}),
         "gspo": ("gspo", clip),
         "cispo": ("cispo", {"lowest": 1 - low, "highest": 1 + high, "bound": 20}),
-        "sapo": ("sapo", {name: given.get(name, value) for name, value in SAPO.items()} | {"bound": 20}),
+        "sapo": ("sapo", {name: settings_given.get(name, value) for name, value in SAPO.items()} | {"bound": 20}),
         "gpg": ("reinforce", {}),
         "reinforce": ("reinforce", {}),
         "dppo_tv": ("dppo", dppo | {"divergence": "tv"}),
         "dppo_kl": ("dppo", dppo | {"divergence": "kl"}),
-        "dro": ("dro", {"beta": given.get("dro_beta")}),
+        "dro": ("dro", {"beta": settings_given.get("dro_beta")}),
         "geo_mean": ("geo_mean", clip),
-        "kl_cov": ("kl_cov", {"ratio": given.get("kl_cov_ratio", 2e-4), "coef": given.get("ppo_kl_coef", 1.0)}),
+        "kl_cov": (
+            "kl_cov",
+            {"ratio": settings_given.get("kl_cov_ratio", 2e-4), "coef": settings_given.get("ppo_kl_coef", 1.0)},
+        ),
     }.get(mode, (None, {}))
-    own = "seq-mean-token-mean" if mode in ("sapo", "geo_mean") else aggregation
-    known = not kl or own == aggregation  # otherwise there are two denominators in one gradient
-    norm = given.get("loss_scale_factor")
-    return Loss(mode, account if known else None, own, norm=norm, options=settings, kl=kl, kl_coef=kl_coef)
+    mean = "seq-mean-token-mean" if mode in ("sapo", "geo_mean") else aggregation
+    one_mean = not kl or mean == aggregation  # otherwise there are two denominators in one gradient
+    norm = settings_given.get("loss_scale_factor")
+    return Loss(mode, account if one_mean else None, mean, norm=norm, options=settings, kl=kl, kl_coef=kl_coef)
 
 
 OPEN = {"low": math.inf, "high": math.inf, "cap": None, "most": math.inf, "lowest": -math.inf, "highest": math.inf}
@@ -98,7 +104,8 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
             ``sapo_...``, ``vespo_...``, ``use_bias_correction_kl``, ``off_policy_mask_threshold``,
             ``top_entropy_quantile``.
     """
-    low, delta = options.get("epsilon", 0.2), options.get("delta")
+    low = options.get("epsilon", 0.2)
+    delta = options.get("delta")
     high = low if options.get("epsilon_high") is None else options["epsilon_high"]
     account, settings = {
         "cispo": ("cispo", {"lowest": -math.inf, "highest": high, "bound": 20}),
@@ -107,11 +114,13 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
     }.get(loss_type, ("clip", {"low": low, "high": high, "most": math.inf if delta is None else delta}))
     aggregation, over = _TRL.get(loss_type, ("token-mean", "update"))
     unusual = options.get("off_policy_mask_threshold") is not None or options.get("top_entropy_quantile", 1.0) < 1
-    beta, corrected = options.get("beta", 0.0), options.get("use_bias_correction_kl", False)
-    settings |= {"sequence": importance_sampling_level == "sequence", "corrected": corrected}
-    known = account if loss_type in _TRL and not unusual else None
+    beta = options.get("beta", 0.0)
+    corrected = options.get("use_bias_correction_kl", False)
+    settings["sequence"] = importance_sampling_level == "sequence"
+    settings["corrected"] = corrected
+    formula = account if loss_type in _TRL and not unusual else None
     norm = options.get("max_completion_length")
-    return Loss(loss_type, known, aggregation, over, norm, settings, "k3 of trl" if beta else None, beta)
+    return Loss(loss_type, formula, aggregation, over, norm, settings, "k3 of trl" if beta else None, beta)
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,9 @@ class Tokens:
 
     def of(self, rows: torch.Tensor) -> Tokens:
         """The tokens of some responses."""
-        columns: dict[str, Any] = {name: None if each is None else each[rows] for name, each in vars(self).items()}
+        columns: dict[str, Any] = {
+            name: None if values is None else values[rows] for name, values in vars(self).items()
+        }
         return Tokens(**columns)
 
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -190,7 +201,9 @@ def _sapo(t: Tokens, ratio: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
 
 def _dppo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """arXiv:2602.04879: a token is left out whose probability moved too far, by total variation or binary KL."""
-    log_new, new, old = t.log_probs.detach(), t.log_probs.detach().exp(), t.old.exp()
+    log_new = t.log_probs.detach()
+    new = t.log_probs.detach().exp()
+    old = t.old.exp()
     moved = (new - old).abs()
     if o["divergence"] == "kl":
         moved = old * (t.old - log_new) + (1 - old) * ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
@@ -201,14 +214,16 @@ def _dppo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
 
 def _geo_mean(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """arXiv:2507.20673: the geometric mean of clamped ratios, one advantage a response."""
-    sign, weight = t.advantages.sign(), t.row_mean((t.weights + 1e-10).log()).exp()
+    sign = t.advantages.sign()
+    weight = t.row_mean((t.weights + 1e-10).log()).exp()
     bounded = sign * torch.minimum(sign * t.log_ratio, sign * t.log_ratio.clamp(-o["low"], o["high"]))
     return -(t.row_mean(t.advantages) * weight * t.row_mean(bounded).exp()).expand_as(sign)
 
 
 def _vespo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """TRL: a gamma weight of the response's whole ratio, importance weights included."""
-    least, log_ratio = math.log(1e-8), t.log_ratio.detach()
+    least = math.log(1e-8)
+    log_ratio = t.log_ratio.detach()
     moved = (t.row_sum(log_ratio.clamp(-20, 20)) + t.row_sum(t.weights.log().clamp(least, 20))).clamp(least, 20)
     k, rate = (torch.where(t.advantages >= 0, o[f"{name}_pos"], o[f"{name}_neg"]) for name in ("k", "lambda"))
     return -(rate + k * moved - rate * moved.exp()).exp() * t.advantages * t.log_probs
@@ -216,9 +231,11 @@ def _vespo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
 
 def _kl_cov(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """arXiv:2505.22617: an absolute log-ratio is added for the tokens of the largest covariance in the micro-batch."""
-    advantages, log_probs = t.advantages[t.mask].float(), t.log_probs.detach()[t.mask].float()
+    advantages = t.advantages[t.mask].float()
+    log_probs = t.log_probs.detach()[t.mask].float()
     covariance = (advantages - advantages.mean()) * (log_probs - log_probs.mean())
-    penalty, largest = torch.zeros_like(t.advantages), covariance.topk(max(1, int(len(covariance) * o["ratio"])))
+    penalty = torch.zeros_like(t.advantages)
+    largest = covariance.topk(max(1, int(len(covariance) * o["ratio"])))
     penalty[t.mask.nonzero()[largest.indices].unbind(1)] = o["coef"]
     return -(t.advantages * t.log_ratio.exp() - penalty * t.log_ratio.abs()) * t.weights
 
@@ -276,12 +293,12 @@ def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
 
     with torch.enable_grad():
         t = replace(tokens, log_probs=tokens.log_probs.detach().requires_grad_())
-        own = losses(loss, t)
-        value = descent(own)
+        losses_bT = losses(loss, t)
+        value = descent(losses_bT)
         term = descent(loss.kl_coef * _kl_term(loss, t)) if loss.kl and t.ref is not None else 0.0
     clipped = (value == 0) & (tokens.advantages * tokens.weights != 0)
     if loss.account in ("clip", "cispo"):  # by a whole response's ratio, and by a clamp, a clipped token trains too
-        clipped |= own.detach() != losses(opened(loss), tokens)
+        clipped |= losses_bT.detach() != losses(opened(loss), tokens)
     return value + term, clipped & tokens.mask
 
 
@@ -290,19 +307,19 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
     lengths_B = batch.mask_BT.sum(dim=1).double()
     result = []
     for piece in pieces:
-        same_step = [other for other in pieces if other.update == piece.update]
-        same_rank = [other for other in same_step if other.rank == piece.rank]
+        same_step = [second for second in pieces if second.update == piece.update]
+        same_rank = [second for second in same_step if second.rank == piece.rank]
         means = 1  # so many means are averaged
         if loss.over == "micro-batch":
             rows = piece.rows_b
             means = batch.ranks * len(same_rank)
         elif loss.over == "rank":
-            rows = torch.cat([other.rows_b for other in same_rank])
+            rows = torch.cat([second.rows_b for second in same_rank])
             means = batch.ranks
         elif loss.over == "batch" or batch.updates == 1:
             rows = torch.arange(len(lengths_B))
         else:
-            rows = torch.cat([other.rows_b for other in same_step]).unique()
+            rows = torch.cat([second.rows_b for second in same_step]).unique()
         tokens = float(lengths_B[rows].sum())
         responses = float(len(rows))
         if loss.over == "update" and batch.totals_U2 is not None:

@@ -32,9 +32,11 @@ class Piece:
 
     def padded(self, width: int) -> Piece:
         """The piece with T = ``width``, zeros after its own."""
-        own = self.log_probs_bT.shape[1]
-        log_probs_bT, gradient_bT = (pad(each, (0, width - own)) for each in (self.log_probs_bT, self.gradient_bT))
-        return replace(self, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT, width=self.width or own)
+        length = self.log_probs_bT.shape[1]
+        log_probs_bT, gradient_bT = (
+            pad(values, (0, width - length)) for values in (self.log_probs_bT, self.gradient_bT)
+        )
+        return replace(self, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT, width=self.width or length)
 
 
 class Gradient:
@@ -89,9 +91,9 @@ class Watch:
     def around(self, loss: Callable[..., Any], rows_b: Any, **named: Any) -> Callable[..., Any]:
         """The loss, whose first argument is the (b, T) log-probabilities, with a look at them by :meth:`read`."""
 
-        def watched(log_probs_bT: torch.Tensor, *arguments: Any, **others: Any) -> Any:
+        def watched(log_probs_bT: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
             self.read(log_probs_bT, rows_b, **named)
-            return loss(log_probs_bT, *arguments, **others)
+            return loss(log_probs_bT, *arguments, **keywords)
 
         return watched
 
@@ -103,9 +105,9 @@ class Watch:
     def pieces(self) -> list[Piece]:
         """The micro-batches so far; one without a backward has gradient 0."""
         result = []
-        for each, rows_b, update, rank, scale in self._read:
-            gradient_bT = torch.zeros_like(each.log_probs) if each.values is None else each.values / scale
-            result.append(Piece(rows_b, each.log_probs, gradient_bT, update, rank))
+        for gradient, rows_b, update, rank, scale in self._read:
+            gradient_bT = torch.zeros_like(gradient.log_probs) if gradient.values is None else gradient.values / scale
+            result.append(Piece(rows_b, gradient.log_probs, gradient_bT, update, rank))
         return result
 
 

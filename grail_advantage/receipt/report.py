@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,42 +44,60 @@ Rollout = Callable[[int, int, str], str | None]
 
 def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, update, key: None) -> dict[str, Any]:
     """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page."""
-    known: dict[tuple[bool, str], dict[str, Any]] = {}
+    lines: dict[tuple[bool, str], dict[str, Any]] = {}
     for record in records:
-        at = f"step {record['step']}" + (f", update {record['update']}" if record["update"] else "")
+        place = f"step {record['step']}" + (f", update {record['update']}" if record["update"] else "")
         for finding in map(Finding.from_dict, record["findings"]):
-            key, first = (not finding.mismatch, finding.name), finding.to_dict() | {"tokens": 0, "at": {at: None}}
-            first |= {"step": record["step"], "update": record["update"], "where": f"{at}: {finding.where}"}
-            told = known.setdefault(key, first)
-            told["at"][at], told["tokens"] = None, told["tokens"] + finding.tokens
-    for told in known.values():
-        told["receipts"] = len(told.pop("at"))
-        told["where"] += f", and {told['receipts'] - 1} more receipts" * (told["receipts"] > 1)
-        told["examples"] = [_example(told, rollout, *example) for example in told["examples"]]
-    shares = [(each["clipped"], each["tokens"]) for each in records if each.get("clipped") is not None]
-    trained = [each.get("trained") for each in records]
-    seen, total = [each["responses"] for each in records if each.get("responses")], sum(of for _, of in shares)
+            key = (not finding.mismatch, finding.name)
+            if key not in lines:
+                # The first receipt that has a finding says where it is, with its examples.
+                place_of_line = {
+                    "step": record["step"],
+                    "update": record["update"],
+                    "where": f"{place}: {finding.where}",
+                }
+                lines[key] = finding.to_dict() | place_of_line | {"tokens": 0, "places": set()}
+            lines[key]["places"].add(place)
+            lines[key]["tokens"] += finding.tokens
+    for line in lines.values():
+        line["receipts"] = len(line.pop("places"))
+        if line["receipts"] > 1:
+            line["where"] += f", and {line['receipts'] - 1} more receipts"
+        line["examples"] = [_example(line, rollout, *example) for example in line["examples"]]
+    clipping = [record for record in records if record.get("clipped") is not None]
+    clipping_tokens = sum(record["tokens"] for record in clipping)
+    trained = [record.get("trained") for record in records]
+    responses = [record["responses"] for record in records if record.get("responses")]
     return {
         "receipts": len(records),
         "steps": sum(record["updates"] for record in records),
         "tokens": sum(record["tokens"] for record in records),
         "trained": None if None in trained else sum(trained),
-        "responses": [sum(each) for each in zip(*seen, strict=True)],
-        "clipped": sum(share * of for share, of in shares) / total if total else None,
+        "responses": [sum(counts) for counts in zip(*responses, strict=True)],
+        "clipped": sum(record["clipped"] * record["tokens"] for record in clipping) / clipping_tokens
+        if clipping_tokens
+        else None,
         "losses": sorted({record["loss"] for record in records if record["loss"]}),
         "seen_from": max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
-        "findings": [known[key] for key in sorted(known, key=lambda key: (key[0], -known[key]["tokens"], key[1]))],
+        "findings": [lines[key] for key in sorted(lines, key=lambda key: (key[0], -lines[key]["tokens"], key[1]))],
     }
 
 
-def _example(told: Record, rollout: Rollout, response: Any, token: int, *values: float | None) -> dict[str, Any]:
+def _example(line: Record, rollout: Rollout, response: Any, token: int, *values: float | None) -> dict[str, Any]:
     intended, received = (None if value is None else value + 0.0 for value in values)  # no -0.0
-    shown = ("nothing" if value is None else f"{value:+.4g}" if value else "0" for value in (intended, received))
-    finite = (value if value is not None and math.isfinite(value) else None for value in (intended, received))
-    example = {"response": response, "token": token + 1, **dict(zip(("intended", "received"), finite, strict=True))}
-    example["text"] = "response {}, token {}: intended {}, received {}".format(response, token + 1, *shown)
-    name = rollout(told["step"], told["update"], response)
-    return example | ({} if name is None else {"link": f"#overlay=received&rollout={name}&token={token}"})
+    example = {"response": response, "token": token + 1, "intended": intended, "received": received}
+    texts = f"intended {_value(intended)}, received {_value(received)}"
+    example["text"] = f"response {response}, token {token + 1}: {texts}"
+    name = rollout(line["step"], line["update"], response)
+    if name is not None:
+        example["link"] = f"#overlay=received&rollout={name}&token={token}"
+    return example
+
+
+def _value(value: float | None) -> str:
+    if value is None:
+        return "nothing"
+    return f"{value:+.4g}" if value else "0"
 
 
 def summary(run: Record) -> str:
@@ -119,20 +136,23 @@ def page(title: object, run: Record) -> Iterator[str]:
         yield ""
         yield f"{'received / intended':>20} {'tokens':>10} {'of what differs':>16}"
     also = ""
-    for told in run["findings"]:
-        low, high = (told[name] for name in ("low", "high"))
-        times = "" if low is None else f"{low:.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.4g} to {high:.4g}"
-        share = "" if told["explains"] is None else f"{told['explains']:.0%}"
-        name = f"{'MISMATCH' if told['mismatch'] else 'note'}: {told['name']}. {told['what']}"
-        yield f"{times:>20} {told['tokens']:>10,} {share:>16}  {name}"
-        yield f"      {told['where']}"
-        for one in told["examples"]:
-            yield f"      such as {one['text']}" + (f" (report.html{one['link']})" if "link" in one else "")
-        yield from [f"      also tried, and what each explains alone: {told['also']}"] * (
-            told["also"] not in ("", also)
-        )
-        also = told["also"]
-        yield from [f"      usual causes: {told['causes']}"] * bool(told["causes"])
+    for line in run["findings"]:
+        low = line["low"]
+        high = line["high"]
+        times = ""
+        if low is not None:
+            times = f"{low:.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.4g} to {high:.4g}"
+        share = "" if line["explains"] is None else f"{line['explains']:.0%}"
+        name = f"{'MISMATCH' if line['mismatch'] else 'note'}: {line['name']}. {line['what']}"
+        yield f"{times:>20} {line['tokens']:>10,} {share:>16}  {name}"
+        yield f"      {line['where']}"
+        for example in line["examples"]:
+            yield f"      such as {example['text']}" + (f" (report.html{example['link']})" if "link" in example else "")
+        if line["also"] not in ("", also):
+            yield f"      also tried, and what each explains alone: {line['also']}"
+        also = line["also"]
+        if line["causes"]:
+            yield f"      usual causes: {line['causes']}"
     yield from ["", unseen(run)]
 
 
@@ -160,8 +180,15 @@ def _check_types(values: Any, types: Mapping[str, Any]) -> None:
 
 def record_of(receipt: Receipt, loss: str, step: int, update: int = 0) -> dict[str, Any]:
     """A receipt as a record, with the loss's name."""
-    record = {"step": step, "update": update, "loss": loss, "findings": [each.to_dict() for each in receipt.findings]}
-    record |= {"updates": len(receipt.received_UBT), "tokens": receipt.tokens, "trained": receipt.trained}
+    record = {
+        "step": step,
+        "update": update,
+        "loss": loss,
+        "findings": [finding.to_dict() for finding in receipt.findings],
+    }
+    record["updates"] = len(receipt.received_UBT)
+    record["tokens"] = receipt.tokens
+    record["trained"] = receipt.trained
     return record | {"clipped": receipt.clipped, "seen_from": receipt.seen_from, "responses": receipt.responses}
 
 
@@ -173,7 +200,8 @@ def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int 
 
 def read(path: Path, problems: list[str]) -> list[Record]:
     """The records of such a file; what cannot be read is added to ``problems``."""
-    records, unread = [], []
+    records = []
+    unread = []
     try:
         for place, line in numbered_lines(path):
             try:
@@ -206,7 +234,8 @@ def main(
     )
     parser.add_argument("run", type=Path, help=called)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
-    severities, what = ("mismatch", "note", "nothing"), "end with 1 on a mismatch (default), on a note too, or never"
+    severities = ("mismatch", "note", "nothing")
+    what = "end with 1 on a mismatch (default), on a note too, or never"
     parser.add_argument("--fail-on", choices=severities, default="mismatch", help=what)
     options = parser.parse_args(argv)
     problems: list[str] = []
@@ -218,10 +247,12 @@ def main(
         return NOTHING
     run = run_receipt(records, rollout)
     if options.json:
-        print(json.dumps({"summary": summary(run), "unseen": unseen(run), **run}, indent=1, allow_nan=False))
+        text = json.dumps({"summary": summary(run), "unseen": unseen(run), **run})
+        strict = json.loads(text, parse_constant=lambda constant: None)  # JSON has no NaN
+        print(json.dumps(strict, indent=1))
     else:
         say(*page(options.run, run))
-    nothing = run["trained"] == 0
-    mismatch = nothing or any(finding["mismatch"] for finding in run["findings"])
-    severe = {"mismatch": mismatch, "note": nothing or bool(run["findings"])}
-    return 1 if severe.get(options.fail_on) else NOTHING if problems else 0
+    severe = [finding for finding in run["findings"] if finding["mismatch"] or options.fail_on == "note"]
+    if options.fail_on != "nothing" and (severe or run["trained"] == 0):
+        return 1
+    return NOTHING if problems else 0

@@ -32,7 +32,7 @@ _SUSPECT = re.compile(r"[^\x20-\x7e\u00a1-\u00ac\u00ae-\u02ff\u0370-\u0377]")
 LINE_BREAK = "\u21b5"
 
 
-def plain_file(path: Path, most: float = math.inf) -> Path:
+def plain_file(path: Path, limit: float = math.inf) -> Path:
     """The path, where it is a plain file's; :func:`open_plain` opens one.
 
     Raises:
@@ -42,19 +42,19 @@ def plain_file(path: Path, most: float = math.inf) -> Path:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("is no plain file")
-    if status.st_size > most:
-        raise ValueError(f"has {status.st_size:,} bytes, more than {most:,}")
+    if status.st_size > limit:
+        raise ValueError(f"has {status.st_size:,} bytes, more than {limit:,}")
     return path
 
 
-def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
+def open_plain(path: Path, limit: float = math.inf) -> BinaryIO:
     """A :func:`plain_file`, open for reading, which never waits; the log of the kernel is an empty one."""
-    return open(plain_file(path, most), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    return open(plain_file(path, limit), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
-def read_bytes(path: Path, most: int = LARGEST) -> bytes:
+def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
     """The content of a plain file; of one that grows meanwhile what was there."""
-    with open_plain(path, most) as file:
+    with open_plain(path, limit) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
@@ -72,7 +72,11 @@ def read_json(content: bytes | str) -> Any:
         raise ValueError("nests too deeply") from None
     level = [value]
     for _ in range(DEEPEST):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        inner = [
+            container.values() if isinstance(container, dict) else container
+            for container in level
+            if isinstance(container, dict | list)
+        ]
         level = [value for values in inner for value in values]
     if level:
         raise ValueError("nests too deeply")
@@ -119,8 +123,8 @@ def say(*lines: str, file: TextIO | None = None) -> None:
     file = file or sys.stdout
     for line in lines:
         encoding = getattr(file, "encoding", None) or "utf-8"
-        shown = visible(line, breaks=False).encode(encoding, "backslashreplace").decode(encoding)
-        print(shown, file=file, flush=True)
+        text = visible(line, breaks=False).encode(encoding, "backslashreplace").decode(encoding)
+        print(text, file=file, flush=True)
 
 
 def complain(command: str, *lines: str) -> None:

@@ -34,7 +34,11 @@ _STYLE = {
     "pdf.fonttype": 42,
 }
 _FONTS = ["DejaVu Sans Mono", "DejaVu Sans"]
-_CELL, _LINE, _STRIP, _MARGIN = 4.82, 11, 9, 5  # points: a character's width, heights of a line and a strip, margin
+# points: a character's width, heights of a line and a strip, margin
+_CELL = 4.82
+_LINE = 11
+_STRIP = 9
+_MARGIN = 5
 _LINES = 24  # most lines: of a longer response the first half, and the rest around the incorrect step or at the end
 
 
@@ -54,39 +58,43 @@ def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHead
     """A response of the dump, as the header of its file and a table of one row: of the last step by default, and of the
     first response with scores, else the first. ``row``: its place in the step's batch. ValueError: there is none."""
     files = [file for file in run.dump.files if step in (None, file.step)][-1:]
-    rows = [of for file in files for of in file.table(["row", "no_scores"]).to_pylist()]
-    places = [place for place, of in enumerate(rows) if row in (None, of["row"])]
+    rows = [response for file in files for response in file.table(["row", "no_scores"]).to_pylist()]
+    places = [place for place, response in enumerate(rows) if row in (None, response["row"])]
     header = files[0].header if places else None
     if header is None:
-        there = f", and of that step responses {[of['row'] for of in rows]}" if rows else ""
+        listed = f", and of that step responses {[response['row'] for response in rows]}" if rows else ""
         raise ValueError(
-            f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}{there}"
+            f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}{listed}"
         )
     return header, files[0].table().slice(min(places, key=lambda place: rows[place]["no_scores"] is not None), 1)
 
 
 def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     """The figure; see :func:`write_figure`. Lengths are points, 1/72 inch."""
-    (row,), by = table.to_pylist(), by_method(header, table)
-    given = gave_advantages(header, table)
-    values = [flat(own["advantage" if method in given else "weight"])[0] for method, own in by.items()]
-    shows = [np.where(row["mask"] & np.isfinite(of), of, np.nan).astype("f8") for of in values]
-    strips = dict(zip(by, shows, strict=True))
-    name = "advantage" if next(iter(by)) in given else "weight"
-    left = 2 * _MARGIN + 4 * max(map(len, strips))
-    columns = int((72 * width - left - _MARGIN) / _CELL)
+    (row,) = table.to_pylist()
+    by = by_method(header, table)
+    signed = gave_advantages(header, table)
+    strips = {}
+    for method, rows in by.items():
+        values = flat(rows["advantage" if method in signed else "weight"])[0]
+        strips[method] = np.where(row["mask"] & np.isfinite(values), values, np.nan).astype("f8")
+    name = "advantage" if next(iter(by)) in signed else "weight"
+    indent = 2 * _MARGIN + 4 * max(map(len, strips))
+    columns = int((72 * width - indent - _MARGIN) / _CELL)
     if columns < 20:
         raise ValueError(f"--width {width:g} leaves {max(0, columns)} characters a line beside the names; give more")
     named = zip(row["token_ids"], row["tokens"], strict=True)
     texts = [visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}")) for token, text in named]
     wrong = range(*(range_of(json.loads(row["labels"] or "{}").get("wrong_step"), len(texts)) or (0, 0)))
-    lines, half = list(wrap(texts, columns)), _LINES // 2
+    lines = list(wrap(texts, columns))
+    half = _LINES // 2
     if len(lines) > _LINES:
         holds = (number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line))
-        after = min(max(half, next(holds, len(lines)) - 1), len(lines) - half)
-        lines = [*lines[:half], *lines[after : after + half]]
+        second = min(max(half, next(holds, len(lines)) - 1), len(lines) - half)
+        lines = [*lines[:half], *lines[second : second + half]]
     block = _LINE + _STRIP * len(strips) + 5
-    wide, high = 72 * width, block * len(lines) + 30
+    wide = 72 * width
+    high = block * len(lines) + 30
     figure = Figure(figsize=(width, high / 72))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, wide), ylim=(high, 0))
     axes.axis("off")
@@ -95,21 +103,22 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     for number, line in enumerate(lines):
         top = _MARGIN + block * number
         for token, start, text in line:
-            x = left + _CELL * start
+            x = indent + _CELL * start
             pieces.append((token, x, x + _CELL * len(text), top))
             ink, slant = ("#15171c", "normal") if row["mask"][token] and row["tokens"][token] else ("#646974", "italic")
             axes.text(x, top + 8, text.rstrip(" "), family=_FONTS, size=8, color=ink, style=slant)
         for place, method in enumerate(strips):
-            axes.text(left - _MARGIN, top + _LINE + _STRIP * (place + 0.5), method, ha="right", va="center_baseline")
+            axes.text(indent - _MARGIN, top + _LINE + _STRIP * (place + 0.5), method, ha="right", va="center_baseline")
 
     largest = max(float(np.nanmax(np.abs(values_T), initial=0)) for values_T in strips.values())
     limit = 4.0 if name == "weight" else largest or 1.0
     norm = LogNorm(1 / limit, limit, clip=True) if name == "weight" else Normalize(-limit, limit, clip=True)
-    tokens, starts, ends, tops = (np.array(of) for of in zip(*pieces, strict=True))
+    tokens, starts, ends, tops = (np.array(column) for column in zip(*pieces, strict=True))
     bars = partial(axes.bar, align="edge", linewidth=0)
     for place, values_T in enumerate(strips.values()):
-        shown = values_T[tokens] if name != "weight" else np.maximum(values_T[tokens], 1e-6)
-        colours, bottom = COLOURS(norm(np.ma.masked_invalid(shown))), tops + _LINE + _STRIP * place
+        plotted = values_T[tokens] if name != "weight" else np.maximum(values_T[tokens], 1e-6)
+        colours = COLOURS(norm(np.ma.masked_invalid(plotted)))
+        bottom = tops + _LINE + _STRIP * place
         bars(starts, _STRIP - 1, ends - starts, bottom, color=colours, edgecolor="#c3c6cd", linewidth=0.3)
 
     axes.text(_MARGIN, high - 11, name)
@@ -120,9 +129,9 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
         axes.text(x + 85 * share, high - 2, f"{value:.2g}", ha="center", size=6)
     answer = range(row["span"][0], row["span"][3]) if row["span"] else range(0)
     for label, marked, colour in (("answer", answer, "#0a666e"), ("incorrect step", wrong, "#b3400a")):
-        own = np.isin(tokens, list(marked))
-        if own.any():
-            bars(starts[own], 1.2, (ends - starts)[own], tops[own] + 9.5, color=colour)
+        marked_N = np.isin(tokens, list(marked))
+        if marked_N.any():
+            bars(starts[marked_N], 1.2, (ends - starts)[marked_N], tops[marked_N] + 9.5, color=colour)
             bars(x + 100, 5, 12, high - 16, color=colour)
             axes.text(x + 115, high - 11, label)
             x += 24 + 4 * len(label)
@@ -139,7 +148,8 @@ def wrap(texts: Sequence[str], columns: int) -> Iterator[list[tuple[int, int, st
                 at = line[-1][1] + len(line[-1][2]) if line else 0
                 if at + len(piece.rstrip()) > columns:
                     yield line
-                    line, at = [], 0
+                    line = []
+                    at = 0
                 line.append((token, at, piece.rstrip("\n")))
             if part.endswith("\n"):
                 yield line

@@ -83,7 +83,7 @@ def write_report(
     if rollouts < 1 or not megabytes >= 1:
         raise ValueError(f"--rollouts {rollouts} and --megabytes {megabytes:g} must be at least 1")
     runs = [open_run(run) for run in (folder, *against)]
-    for run in (of for of in runs if not of.dump.files):
+    for run in (opened for opened in runs if not opened.dump.files):
         logger.warning("%s: no step was dumped, so that the report has its curves alone", visible(str(run.folder)))
     path = Path(output or runs[0].folder / _file_name([str(run.folder.resolve()) for run in runs[1:]]))
     page = render(runs, rollouts, megabytes)
@@ -94,35 +94,39 @@ def write_report(
     return path
 
 
-def _file_name(others: Sequence[str]) -> str:
+def _file_name(folders: Sequence[str]) -> str:
     """The name of a report against runs in these folders: with their names, or their number where that is too long."""
-    if not others:
+    if not folders:
         return "report.html"
-    name = f"report_against_{'_'.join(os.path.basename(folder) for folder in others)}.html"
+    name = f"report_against_{'_'.join(os.path.basename(folder) for folder in folders)}.html"
     if len(os.fsencode(name)) <= LONGEST_NAME:
         return name
-    return f"report_against_{len(others)}_runs_{hashlib.sha256(repr(others).encode()).hexdigest()[:8]}.html"
+    return f"report_against_{len(folders)}_runs_{hashlib.sha256(repr(folders).encode()).hexdigest()[:8]}.html"
 
 
 def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES) -> str:
     """The page of one run or several; see :func:`write_report`."""
-    names, curves = _names([run.folder for run in runs]), _curves(runs)
+    names = _names([run.folder for run in runs])
+    curves = _curves(runs)
     room = 1e6 * megabytes - 100_000 - len(packed(_json(curves)))
-    held, whole = Held(), [Whole(run, number) for number, run in enumerate(runs)]
-    for left, of_run in zip(range(len(runs), 0, -1), whole, strict=True):
-        of_run.read(held, (rollouts - len(held.rows)) / left, (room - held.size) / left)
+    held = Held()
+    wholes = [Whole(run, number) for number, run in enumerate(runs)]
+    for remaining, of_run in zip(range(len(runs), 0, -1), wholes, strict=True):
+        of_run.read(held, (rollouts - len(held.rows)) / remaining, (room - held.size) / remaining)
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
-    methods = compared or [name for name, _ in whole[0].places][:1] or ["weights"]
-    places = {name: [line for of_run in whole for line in of_run.lines(name if compared else None)] for name in methods}
+    methods = compared or [name for name, _ in wholes[0].places][:1] or ["weights"]
+    places = {
+        name: [line for of_run in wholes for line in of_run.lines(name if compared else None)] for name in methods
+    }
     index = {
-        "runs": [{"name": name, **of_run.index()} for name, of_run in zip(names, whole, strict=True)],
+        "runs": [{"name": name, **of_run.index()} for name, of_run in zip(names, wholes, strict=True)],
         "methods": methods,
         "curves": curves,
         "profiles": [{"title": name, "lines": lines} for name, lines in places.items() if lines],
-        "advantages": whole[0].given >= set(methods),  # all that the methods of the first run say of a token
+        "advantages": wholes[0].signed >= set(methods),  # all that the methods of the first run say of a token
         "limits": _limits(held.samples),
         "rows": held.rows,
-        "notes": [note for of_run in whole for note in of_run.notes()],
+        "notes": [note for of_run in wholes for note in of_run.notes()],
         "version": __version__,
     }
     text = (resources.files("grail_advantage.view") / "page.html").read_text(encoding="utf-8")
@@ -149,38 +153,44 @@ class Held:
     groups: int = 0
     samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))  # values by overlay
 
-    def add(self, header: DumpHeader, table: pa.Table, run: int, given: set[str], most: float) -> bool:
+    def add(self, header: DumpHeader, table: pa.Table, run: int, signed: set[str], limit: float) -> bool:
         """Take a group's rows, of run number ``run``, unless the page would become larger than ``most`` bytes by it;
-        whether it did. ``given``: the methods that give advantages."""
+        whether it did. ``signed``: the methods that give advantages."""
         methods = by_method(header, table)
         several = len(methods) > 1 or next(iter(methods.values())) is not table
         columns = self._columns(table, methods if several else {"": table})
         first = next(iter(methods))
-        shown, edges = flat(methods[first]["advantage" if first in given else "weight"])
-        mask, (base, of_base) = flat(table["mask"])[0], flat(table["base_advantage"])
-        rows, blocks = [], []
+        values_T, edges = flat(methods[first]["advantage" if first in signed else "weight"])
+        mask = flat(table["mask"])[0]
+        base, of_base = flat(table["base_advantage"])
+        rows = []
+        blocks = []
         for place, row in enumerate(table.select(_READ).to_pylist()):
             start, end = edges[place : place + 2].tolist()
-            trained = shown[start:end][mask[start:end]].astype(np.float64)
+            trained = values_T[start:end][mask[start:end]].astype(np.float64)
             labels = json.loads(row["labels"] or "{}")
-            reasons = {name: of["no_scores"][place].as_py() for name, of in methods.items()}
+            reasons = {name: texts_of["no_scores"][place].as_py() for name, texts_of in methods.items()}
             entry = {name: row[name] for name in (*_FACTS, "no_scores")}
-            entry |= {"run": run, "group": self.groups, "length": end - start}
-            entry |= {"no_scores_of": reasons if several else None}
-            entry |= {"wrong_step": range_of(labels.get("wrong_step"), end - start)}
-            entry |= {"values": values_of(labels, end - start)}
-            entry |= {"turns": turns(labels, end - start, header.options.get("align"))}
-            entry |= {"spread": _rounded(trained.std(), 4) if len(trained) else None}
-            entry |= {"advantage": _rounded(base[of_base[place]], 4) if of_base[place] < of_base[place + 1] else None}
-            entry |= {"updates": None if row["updates"] is None else len(row["updates"])}
+            entry["run"] = run
+            entry["group"] = self.groups
+            entry["length"] = end - start
+            entry["no_scores_of"] = reasons if several else None
+            entry["wrong_step"] = range_of(labels.get("wrong_step"), end - start)
+            entry["values"] = values_of(labels, end - start)
+            entry["turns"] = turns(labels, end - start, header.options.get("align"))
+            entry["spread"] = _rounded(trained.std(), 4) if len(trained) else None
+            entry["advantage"] = _rounded(base[of_base[place]], 4) if of_base[place] < of_base[place + 1] else None
+            entry["updates"] = None if row["updates"] is None else len(row["updates"])
             rows.append(entry)
             named = zip(row["tokens"], row["token_ids"], strict=True)
             texts = [text or header.special_tokens.get(token, "") for text, token in named]
             special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
-            values = ",".join(f"{_json(name)}:{of[place]}" for name, of in columns.items() if of[place])
+            values = ",".join(
+                f"{_json(name)}:{texts_of[place]}" for name, texts_of in columns.items() if texts_of[place]
+            )
             blocks.append(packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}'))
         size = sum(map(len, [*blocks, packed(_json(rows))]))
-        if self.rows and self.size + size > most:
+        if self.rows and self.size + size > limit:
             return False
         self.rows += rows
         self.blocks += blocks
@@ -191,7 +201,8 @@ class Held:
     def _columns(self, table: pa.Table, methods: Mapping[str, pa.Table]) -> dict[str, list[str | None]]:
         """By column, each response's values as the text of a JSON array; ``None`` where it has none."""
         sources = {name: flat(table[name]) for name in _VALUES}
-        (old, edges), (sampler, of_sampler) = flat(table["old_log_prob"]), flat(table["rollout_log_probs"])
+        old, edges = flat(table["old_log_prob"])
+        sampler, of_sampler = flat(table["rollout_log_probs"])
         sources["surprisal"] = -old, edges
         if len(sampler) == len(old):
             sources["mismatch"] = sampler - old, of_sampler
@@ -223,8 +234,8 @@ _POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])  # by expon
 def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
     """Values of many responses, end to end, as JSON arrays of numbers with 4 significant digits, and ``null`` for what is
     not finite: a text a response, ``None`` where it has no values. ``offsets``: where each begins, and the end."""
-    known = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
-    scale = _POWERS[3 - np.floor(np.log10(np.abs(known))).astype(np.int64)]
+    safe = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
+    scale = _POWERS[3 - np.floor(np.log10(np.abs(safe))).astype(np.int64)]
     rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(np.float32)
     words = pc.fill_null(pa.array(rounded, from_pandas=True).cast(pa.string()), "null")
     joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(offsets), words), ",").to_pylist()
@@ -258,7 +269,7 @@ class Whole:
     places: dict[tuple[str, str], np.ndarray] = field(default_factory=lambda: defaultdict(lambda: np.zeros((2, BINS))))
     """By method and outcome, sum and number of the responses with scores of their mean weights by place."""
     scored: Counter[tuple[str, str]] = field(default_factory=Counter)  # responses, likewise
-    given: set[str] = field(default_factory=set)  # methods that give advantages in place of weights
+    signed: set[str] = field(default_factory=set)  # methods that give advantages in place of weights
     responses: int = 0
     held: int = 0
     moved: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
@@ -267,28 +278,32 @@ class Whole:
     def read(self, held: Held, rollouts: float, room: float) -> None:
         """Read what is said of all responses from every file, and let the page hold whole groups, evenly over the files:
         at most so many rollouts and bytes, and at least one group of the first run."""
-        files, start, before = self.run.dump.files, len(held.rows), held.size
-        size, chosen = 0.0, list[int]()
+        files = self.run.dump.files
+        start = len(held.rows)
+        begin = held.size
+        size = 0.0
+        chosen = list[int]()
         for place, file in enumerate(files):
-            header, table = file.header, file.table(_OF_ALL)
+            header = file.header
+            table = file.table(_OF_ALL)
             if header is None or not len(table):
                 continue
             self._count(header, table)
             _, first, group_N = np.unique(table["group"].to_numpy(), return_index=True, return_inverse=True)
             if not chosen:
                 size = max(1.0, _BYTES * len(flat(table["mask"])[0]) / len(first))
-                most = min(len(files), rollouts * len(first) // len(table), room // size)
-                chosen = np.linspace(0, len(files) - 1, max(1, int(most))).round().astype(int).tolist()
+                count = min(len(files), rollouts * len(first) // len(table), room // size)
+                chosen = np.linspace(0, len(files) - 1, max(1, int(count))).round().astype(int).tolist()
             if place not in chosen:
                 continue
             share = (chosen.index(place) + 1) / len(chosen)
-            fit = 1 + int(max(0, 3 * (before + room * share - held.size) / size))  # groups, by a third of the size
+            fit = 1 + int(max(0, 3 * (begin + room * share - held.size) / size))  # groups, by a third of the size
             groups = np.argsort(first)[:fit]
             table = file.table(_OF_ROLLOUTS, int(np.flatnonzero(np.isin(group_N, groups)).max()) + 1)
             for group in groups:
                 rows = np.flatnonzero(group_N[: len(table)] == group)
                 full = not len(rows) or (held.rows and len(held.rows) - start + len(rows) > rollouts * share)
-                if full or not held.add(header, table.take(rows), self.number, self.given, before + room * share):
+                if full or not held.add(header, table.take(rows), self.number, self.signed, begin + room * share):
                     break
         self.held = len(held.rows) - start
 
@@ -296,13 +311,14 @@ class Whole:
         """Take a file in what is said of all responses."""
         self.header = self.header or header
         outcomes = pc.fill_null(table["outcome"], "").to_numpy()
-        self.given |= gave_advantages(header, table)
+        self.signed |= gave_advantages(header, table)
         for name, of_method in by_method(header, table).items():
-            of_file, scored = profiles(of_method), of_method["no_scores"].is_null().to_numpy()
+            of_file = profiles(of_method)
+            scored = of_method["no_scores"].is_null().to_numpy()
             for outcome in np.unique(outcomes[scored]).tolist():
-                own = of_file[scored & (outcomes == outcome)]
-                self.places[name, outcome] += [np.nansum(own, axis=0), np.isfinite(own).sum(axis=0)]
-                self.scored[name, outcome] += int(np.isfinite(own).any(axis=1).sum())
+                means_NK = of_file[scored & (outcomes == outcome)]
+                self.places[name, outcome] += [np.nansum(means_NK, axis=0), np.isfinite(means_NK).sum(axis=0)]
+                self.scored[name, outcome] += int(np.isfinite(means_NK).any(axis=1).sum())
         self.responses += len(table)
         effect, advantage, mask = (flat(table[name])[0] for name in ("effect", "advantage", "mask"))
         if len(effect) == len(advantage):
@@ -314,7 +330,7 @@ class Whole:
         effect = f"{share:.3g} % of {self.moved[1]:,} tokens moved with their advantage in the update."
         return {
             "header": self.header and asdict(self.header),
-            "given": sorted(self.given),
+            "given": sorted(self.signed),
             "receipt": run_receipts(self.run.dump),
             "effect": effect if self.moved[1] else None,
         }
@@ -322,12 +338,14 @@ class Whole:
     def lines(self, method: str | None) -> list[dict[str, Any]]:
         """A method's mean weights by place, of the only one by default, over the responses with scores: by outcome, and of
         unknown outcome only where no response has one. None of a method that gives advantages."""
-        lines, method = list[dict[str, Any]](), method or next((name for name, _ in self.places), "")
+        lines = list[dict[str, Any]]()
+        method = method or next((name for name, _ in self.places), "")
         for outcome, label in {**OUTCOMES, "": "outcome unknown"}.items():
-            rows, (sums_K, count_K) = self.scored[method, outcome], self.places[method, outcome]
-            if rows and method not in self.given and (outcome or not lines):
-                known = [(k, float(sums_K[k] / count_K[k])) for k in np.flatnonzero(count_K).tolist()]
-                points = [[100 * (k + 0.5) / BINS, _rounded(mean, 6)] for k, mean in known]
+            rows = self.scored[method, outcome]
+            sums_K, count_K = self.places[method, outcome]
+            if rows and method not in self.signed and (outcome or not lines):
+                means = [(k, float(sums_K[k] / count_K[k])) for k in np.flatnonzero(count_K).tolist()]
+                points = [[100 * (k + 0.5) / BINS, _rounded(mean, 6)] for k, mean in means]
                 lines.append({"run": self.number, "label": label, "rows": rows, "points": points})
         return lines
 
@@ -376,7 +394,9 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _names(folders: Sequence[Path]) -> list[str]:
     """Ends of the paths: three parts of one run's, of several what follows their common beginning."""
     paths = [folder.resolve() for folder in folders]
-    above = os.path.commonpath([of.parent for of in paths]) if len(paths) > 1 else (paths[0], *paths[0].parents)[:4][-1]
+    above = (paths[0], *paths[0].parents)[:4][-1]
+    if len(paths) > 1:
+        above = Path(os.path.commonpath([path.parent for path in paths]))
     return [os.path.relpath(path, above) for path in paths]
 
 
@@ -384,19 +404,38 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
     """``[start, end, reward]`` of each turn of a response of ``length`` tokens; the reward is ``None`` where a turn has none,
     or it is not certain whose it is. Labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or
     a list of its calls' rewards; those of another kind are as none. ``align``: the method's option of that name."""
-    tool, given = (of if isinstance(of, list) else [] for of in map(labels.get, ("tool", "turn_rewards")))
-    edges = [0, *(edge for bounds in tool for edge in range_of(bounds, length) or (1, 0)), length]
-    if edges != sorted(edges):
-        edges = [0, length]
-    ranges = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-    calls = [[call for call in (each if isinstance(each, list) else [each]) if call is not None] for each in given]
-    known = all(type(call) in (int, float) and abs(call) <= LARGEST for each in calls for call in each)
+    tool = labels.get("tool")
+    ranges = model_ranges(tool if isinstance(tool, list) else [], length)
+    rewards = labels.get("turn_rewards")
+    values = rewards_of_turns(rewards if isinstance(rewards, list) else [], len(ranges), align)
+    return [[start, end, value] for (start, end), value in zip(ranges, values, strict=True)]
+
+
+def model_ranges(tool: list[Any], length: int) -> list[tuple[int, int]]:
+    """The ranges that the model wrote: what lies between those of others; one of all tokens where these make no sense."""
+    edges = [0]
+    for label in tool:
+        bounds = range_of(label, length)
+        if bounds is None or bounds[0] < edges[-1]:
+            return [(0, length)] * (length > 0)
+        edges += bounds
+    edges.append(length)
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+
+
+def rewards_of_turns(rewards: list[Any], count: int, align: str | None) -> list[float | None]:
+    """One reward for each of so many turns; ``None`` for a turn without one, and for all where it is not certain."""
+    nothing: list[float | None] = [None] * count
+    lists = [reward if isinstance(reward, list) else [reward] for reward in rewards]
+    calls = [[call for call in turn if call is not None] for turn in lists]
+    if not all(type(call) in (int, float) and abs(call) <= LARGEST for turn in calls for call in turn):
+        return nothing
     # One reward a call does not tell whose it is, where a turn may have several calls.
-    by_call = align == "calls" and not any(isinstance(each, list) for each in given)
-    certain = known and len(calls) < len(ranges) + (not by_call or len(ranges) == 1)
-    rewards = [float(sum(each)) if each else None for each in calls] if certain else []
-    rewards += [None] * (len(ranges) - len(rewards))
-    return [[start, end, reward] for (start, end), reward in zip(ranges, rewards, strict=True)]
+    by_call = align == "calls" and not any(isinstance(reward, list) for reward in rewards) and count > 1
+    if len(calls) > count or (by_call and len(calls) == count):
+        return nothing
+    values = [float(sum(turn)) if turn else None for turn in calls]
+    return values + nothing[len(values) :]
 
 
 def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | None:

@@ -32,17 +32,19 @@ def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
     entries = methods.flatten()
     if not len(entries):
         return {header.method or "weights": table}
-    row_of, tables = pc.list_parent_indices(methods), {}
+    row_of = pc.list_parent_indices(methods)
+    tables = {}
     for name in pc.unique(entries.field("name")).to_pylist():
         chosen = pc.indices_nonzero(pc.equal(entries.field("name"), name))
-        own = table.take(row_of.take(chosen))
+        rows = table.take(row_of.take(chosen))
         columns = {field: entries.field(field).take(chosen) for field in ("score", "weight", "no_scores", "advantage")}
-        if columns["advantage"].null_count and not own["base_advantage"].null_count:
-            (weight, offsets), (base, _) = flat(pa.chunked_array([columns["weight"]])), flat(own["base_advantage"])
+        if columns["advantage"].null_count and not rows["base_advantage"].null_count:
+            weight, offsets = flat(pa.chunked_array([columns["weight"]]))
+            base, _ = flat(rows["base_advantage"])
             columns["advantage"] = pa.ListArray.from_arrays(offsets, pa.array(weight * base))
-        for field in columns.keys() & own.column_names:
-            own = own.set_column(own.schema.get_field_index(field), field, columns[field])
-        tables[name] = own
+        for field in columns.keys() & rows.column_names:
+            rows = rows.set_column(rows.schema.get_field_index(field), field, columns[field])
+        tables[name] = rows
     return tables
 
 
@@ -61,9 +63,11 @@ def profiles(table: pa.Table) -> np.ndarray:
     ``i`` of ``n`` is at ``(i + 1/2) / n`` of the way.
     """
     mask_T, offsets = flat(table["mask"])
-    rows, lengths_N = len(table), np.diff(offsets)
+    rows = len(table)
+    lengths_N = np.diff(offsets)
     span, of_span = flat(table["span"])
-    ends_N, answered_N = offsets[1:].copy(), np.diff(of_span) > 0
+    ends_N = offsets[1:].copy()
+    answered_N = np.diff(of_span) > 0
     ends_N[answered_N] = offsets[:-1][answered_N] + span[of_span[:-1][answered_N]]
     inside_T = mask_T & (np.arange(len(mask_T), dtype=np.int32) < np.repeat(ends_N, lengths_N))
     row_R = np.repeat(np.arange(rows, dtype=np.int32), lengths_N)[inside_T]

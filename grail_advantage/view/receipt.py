@@ -24,8 +24,8 @@ def run_receipts(dump: TokenDump) -> dict[str, Any] | None:
     if not records:
         return None
     names = rollout_names(dump)
-    whole = report.run_receipt(records, lambda *key: names.get(key))
-    return {"summary": report.summary(whole), "unseen": report.unseen(whole), "findings": whole["findings"]}
+    run = report.run_receipt(records, lambda *key: names.get(key))
+    return {"summary": report.summary(run), "unseen": report.unseen(run), "findings": run["findings"]}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,10 +34,12 @@ def open_run(path: Path | str) -> Run:
     if folder == path and path.is_file():
         raise ValueError(f"{path} is no run: give its folder, or its file of metrics, which ends in .jsonl")
     files = [path, folder / METRICS_FILE, Path(f"{folder.resolve()}.jsonl")]
-    dump = next((one for one in map(read_dump, (folder / TOKENS, folder)) if one.files), read_dump(folder / TOKENS))
+    dump = read_dump(folder / TOKENS)
+    if not dump.files:
+        dump = read_dump(folder)
     if not dump.files:
         dump.problems.clear()
-    file = next((each for each in files if each.is_file()), None)
+    file = next((candidate for candidate in files if candidate.is_file()), None)
     metrics = read_metrics(file, dump.problems) if file else {}
     if not metrics and not dump.files:
         looked = f"neither metrics ({files[1]}, {files[2]}) nor a token dump ({TOKENS}/step_NUMBER.parquet)"

@@ -13,7 +13,8 @@ from grail_advantage.receipt import Loss, Receipt, check
 from tests.core import receipt_loop
 from tests.core.receipt_loop import CLIP, MicroBatch, Rollout, ppo, train
 
-B, T = 32, 60
+B = 32
+T = 60
 Change = Callable[[Rollout, MicroBatch], MicroBatch]
 Prepare = Callable[[Rollout, torch.Generator], Rollout]
 """Changes the batch, whose tokens the loop has counted, the policy or the plan."""
@@ -95,7 +96,8 @@ def less_its_groups_mean(g: Rollout, m: MicroBatch) -> torch.Tensor:
 
 def detached(g: Rollout, m: MicroBatch) -> MicroBatch:
     """The gradient of the log-probability in place of the ratio's, where the clip leaves it."""
-    ratio, (low, high) = (m.log_probs - m.old).detach().exp(), m.bounds
+    ratio = (m.log_probs - m.old).detach().exp()
+    (low, high) = m.bounds
     kept = torch.where(m.advantages > 0, ratio <= high, ratio >= low)
     return replace(m, old=m.log_probs.detach(), times=m.times * kept)
 
@@ -257,7 +259,8 @@ TOGETHER = (
 """Parts of the names of faults; the first one's settings."""
 for parts in TOGETHER:
     several = [next(fault for fault in FAULTS if part in fault.what) for part in parts]
-    right, changes = " or ".join(fault.right for fault in several), tuple(fault.change for fault in several)
+    right = " or ".join(fault.right for fault in several)
+    changes = tuple(fault.change for fault in several)
     FAULTS.append(Fault(right, f"together: {', '.join(parts)}", changes, several[0].settings))
 THREADS = FAULTS[:30]
 MADE_UP = FAULTS[30:]
@@ -267,10 +270,12 @@ def looped(
     seed: int, changes: tuple[Change, ...], prepare: Prepare = FAULTS[-1].prepare, dtype: Any = None, **setting: Any
 ) -> Any:
     """The loop's batch, its loss as declared, and what it measured."""
-    with_kl, aggregation = setting.pop("kl", False), setting.pop("aggregation", LOSS.aggregation)
+    with_kl = setting.pop("kl", False)
+    aggregation = setting.pop("aggregation", LOSS.aggregation)
     declared = replace(LOSS, aggregation=aggregation, **{"kl": "k3", "kl_coef": 0.1} if with_kl else {})
     given = receipt_loop.rollout(seed, responses=B, tokens=T, **{"ties": bool(seed % 2)} | setting)
-    old_BT, counted_BT = given.batch.old_log_probs_BT.to(dtype or torch.float32).float(), given.batch.mask_BT
+    old_BT = given.batch.old_log_probs_BT.to(dtype or torch.float32).float()
+    counted_BT = given.batch.mask_BT
     policy_UBT = given.policy_UBT.to(dtype or torch.float32)
     given = Rollout(replace(given.batch, old_log_probs_BT=old_BT), policy_UBT, given.plan)
     given = prepare(given, torch.Generator().manual_seed(seed))

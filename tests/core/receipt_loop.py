@@ -10,7 +10,8 @@ import torch
 
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check
 
-RESPONSES, TOKENS = 8, 12
+RESPONSES = 8
+TOKENS = 12
 CLIP = {"low": 0.2, "high": 0.2}
 TOKEN_MEAN = Loss("ppo", "clip", "token-mean", options=CLIP)
 
@@ -112,7 +113,8 @@ def ppo(micro: MicroBatch, **changed: Any) -> torch.Tensor:
 
 def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor] = ppo) -> list[Piece]:
     """The pieces of an independent measurement: log-probabilities are leaves, whose ``grad`` is read."""
-    batch, pieces = given.batch, []
+    batch = given.batch
+    pieces = []
     weights = torch.ones_like(batch.advantages_BT) if batch.weights_BT is None else batch.weights_BT
     columns = (batch.old_log_probs_BT, batch.advantages_BT, batch.mask_BT, weights, batch.ref_log_probs_BT)
     for update, step in enumerate(given.plan):

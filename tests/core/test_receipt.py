@@ -90,7 +90,8 @@ def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     for source in snippets:
         for divided in (1.0, 2.0):
             given = rollout(5, token_advantages=False)
-            batch, policy_BT = given.batch, given.policy_UBT[0].clone().requires_grad_()
+            batch = given.batch
+            policy_BT = given.policy_UBT[0].clone().requires_grad_()
 
             def loss(log_probs: Any, rows: Any, batch: Batch = batch, divided: float = divided) -> torch.Tensor:
                 objective = (log_probs - batch.old_log_probs_BT[rows]).exp() * batch.advantages_BT[rows]
@@ -98,12 +99,14 @@ def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
             scope: dict[str, Any] = {"optimizer": torch.optim.SGD([policy_BT], lr=0.0), "my_loss": loss}
             scope |= {f"{name}_BT": getattr(batch, f"{name}_BT") for name in ("advantages", "mask", "old_log_probs")}
-            scope["micro_batches"], scope["log_probs_of"] = torch.arange(8).split(3), policy_BT.__getitem__
+            scope["micro_batches"] = torch.arange(8).split(3)
+            scope["log_probs_of"] = policy_BT.__getitem__
             exec(source, scope)
             assert names(scope["receipt"].findings) == ([] if divided == 1 else ["scaled"])
 
 
-BOUNDS, EPSILONS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}, {"epsilon": 0.2, "epsilon_high": 0.3}
+BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+EPSILONS = {"epsilon": 0.2, "epsilon_high": 0.3}
 LOSSES = {
     "sapo": trl_loss("sapo"),
     "clip": trl_loss("grpo", **EPSILONS),
@@ -119,7 +122,9 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None
     """By autograd, of a loss written down by hand: in the loop, and as a function in place of a formula."""
 
     def function(t: Tokens) -> torch.Tensor:
-        ratio, advantages, gap = (t.log_probs - t.old).exp(), t.advantages, t.ref - t.log_probs
+        ratio = (t.log_probs - t.old).exp()
+        advantages = t.advantages
+        gap = t.ref - t.log_probs
         tau = torch.where(advantages > 0, 1.0, 1.05)
         clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
         known = {
@@ -164,7 +169,8 @@ def test_received_by_update_and_a_response_that_comes_twice() -> None:
 def test_part_of_an_updates_responses_and_those_left_out() -> None:
     """A host that reads some responses gives the totals of all; one left out counts in the divisor."""
     given = rollout(33, updates=2, even=True)
-    pieces, kept = train(given), torch.tensor([1, 2, 5])
+    pieces = train(given)
+    kept = torch.tensor([1, 2, 5])
     steps = [torch.cat([rows for _, rows in step]) for step in given.plan]
     totals = torch.tensor([[int(given.batch.mask_BT[rows].sum()), len(rows)] for rows in steps])
     columns = {name: values[kept] for name, values in vars(given.batch).items() if isinstance(values, torch.Tensor)}
@@ -202,7 +208,8 @@ def test_a_line_has_the_factor_where_it_is_constant_and_what_it_explains() -> No
 
 
 def test_structure_alone_of_an_unknown_loss_prompts_that_train_and_a_lost_update() -> None:
-    given, unknown = rollout(35), verl_loss("somebody's own", "token-mean")
+    given = rollout(35)
+    unknown = verl_loss("somebody's own", "token-mean")
     squares = check(given.batch, unknown, train(given, lambda m: (m.log_probs.square() * m.mask).sum()))
     assert squares.ok and [finding.name for finding in squares.findings] == ["unknown loss"]
     assert squares.expected_UBT.isnan().all() and squares.received_BT.isfinite().all() and squares.clipped is None
@@ -255,7 +262,8 @@ def test_the_smallest_factor_that_is_seen(dtype: torch.dtype) -> None:
 
 
 def test_the_hook_reads_what_autograd_gives_changes_nothing_and_goes() -> None:
-    policy, factors = rollout(43).policy_UBT[0], torch.arange(96.0).reshape(8, 12)
+    policy = rollout(43).policy_UBT[0]
+    factors = torch.arange(96.0).reshape(8, 12)
     leaf, plain = (policy.clone().requires_grad_() for _ in range(2))
     with watch() as watched:
         for rows in torch.arange(8).split(3):

@@ -31,14 +31,12 @@ def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
             if step % 5 == 0 or step == steps:
                 values["val-core/tiny_chain_sum/acc/mean@1"] = 0.35 + 0.55 * progress + rng.normal(0, 0.015)
             if step:
-                values |= {
-                    "critic/score/mean": 0.3 + 0.6 * progress + rng.normal(0, 0.03),
-                    "grail/average_weight": 1.16 + rng.normal(0, 0.01),
-                    "grail/weight_deviation": 0.77 - 0.1 * progress + rng.normal(0, 0.01),
-                    "grail/selected_rate": 0.62 - 0.4 * progress + rng.normal(0, 0.03),
-                    "grail/answer_found_rate": min(1.0, 0.9 + 0.1 * progress),
-                    "actor/entropy": 0.4 * (1 - progress) + 0.05,
-                }
+                values["critic/score/mean"] = 0.3 + 0.6 * progress + rng.normal(0, 0.03)
+                values["grail/average_weight"] = 1.16 + rng.normal(0, 0.01)
+                values["grail/weight_deviation"] = 0.77 - 0.1 * progress + rng.normal(0, 0.01)
+                values["grail/selected_rate"] = 0.62 - 0.4 * progress + rng.normal(0, 0.03)
+                values["grail/answer_found_rate"] = min(1.0, 0.9 + 0.1 * progress)
+                values["actor/entropy"] = 0.4 * (1 - progress) + 0.05
             file.write(json.dumps({"step": step, "data": values}) + "\n")
 
 
@@ -88,11 +86,15 @@ def write_dump(
                 values = _response(rng, numbers, is_correct, int(rng.integers(0, 3 * filler + 1)))
                 advantage = is_correct - correct.mean()
                 if advantage == 0 and values["no_scores"] is None:
-                    values |= {"no_scores": "advantage 0"}
+                    values["no_scores"] = "advantage 0"
                 if values["no_scores"]:
-                    values["weight_T"][:], values["score_T"][:] = 1, np.nan
+                    values["weight_T"][:] = 1
+                    values["score_T"][:] = np.nan
                 values["base_advantage_T"] = np.full(len(values["tokens"]), advantage, dtype=np.float32)
-                values |= {"step": step, "group": group, "row": place + group * RESPONSES, "key": f"{group}_{place}_0"}
+                values["step"] = step
+                values["group"] = group
+                values["row"] = place + group * RESPONSES
+                values["key"] = f"{group}_{place}_0"
                 rows.append(text_row(**values, methods=_methods(rng, values, methods)))
         facts = {
             "model": "models/SmolLM2-135M-Instruct",
@@ -113,7 +115,8 @@ def _response(rng: np.random.Generator, numbers: Sequence[int], correct: bool, f
         split(f"Together that is {a + b} + {c} = {total}.\n"),
         split(f"The answer is \\boxed{{{total}}}."),
     ]
-    tokens, start = [*parts[0], *parts[1], *parts[2], ""], len(parts[0]) + len(parts[1]) + 4
+    tokens = [*parts[0], *parts[1], *parts[2], ""]
+    start = len(parts[0]) + len(parts[1]) + 4
     truncated = rng.random() < 0.06
     tokens = tokens[: start - 6] if truncated else tokens
     count = len(tokens)
@@ -141,7 +144,9 @@ def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[s
     """Columns of several methods: the first has the response's own, the others are made up."""
     columns = {}
     for name in names:
-        score_T, weight_T, count = values["score_T"], values["weight_T"], len(values["tokens"])
+        score_T = values["score_T"]
+        weight_T = values["weight_T"]
+        count = len(values["tokens"])
         if columns:
             score_T = rng.lognormal(-3, 1, count).astype("f4")
             weight_T = np.clip(1 + 0.6 * rng.standard_normal(count), 0.4, 3).astype("f4")
@@ -152,7 +157,8 @@ def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[s
 def write_arrived(folder: Path) -> list[DumpRow]:
     """A dump of two responses of three tokens: the first in two optimiser steps, with a finding, the other left out; its
     rows."""
-    epochs, left_out = np.float32([[0.5, 1.0, 2.5], [0.6, 0.0, 2.0]]), np.full(3, np.nan, dtype=np.float32)
+    epochs = np.float32([[0.5, 1.0, 2.5], [0.6, 0.0, 2.0]])
+    left_out = np.full(3, np.nan, dtype=np.float32)
     received = {
         "key": ["a_1_0", "a_0_0"],
         "updates": [[], [0, 1]],
@@ -164,7 +170,8 @@ def write_arrived(folder: Path) -> list[DumpRow]:
     }
     rows = [dump_row([1.0, 2.0, 5.0], key=f"a_{row}_0", row=row) for row in range(2)]
     for row in rows:
-        row.old_log_prob_T, row.rollout_log_probs_T = np.float32([-1, -2, -3]), np.float32([-1.001, -2, -2.5])
+        row.old_log_prob_T = np.float32([-1, -2, -3])
+        row.rollout_log_probs_T = np.float32([-1.001, -2, -2.5])
     write_step(folder, DumpHeader(step=1, method="grail"), table_of(rows))
     finding = Finding("scaled", "everywhere", 0.5, "half arrived", (("a_0_0", 1, 1.0, 0.5),), "", tokens=1).to_dict()
     header = received_header(1, loss="vanilla", updates=2, tokens=3, findings=[finding])
@@ -179,11 +186,15 @@ FAILED = "Error executing tool 'check': down"
 def conversation_row(rng: np.random.Generator, turns: int, **values: Any) -> DumpRow:
     """A response of so many turns: all but the last call a tool, a fifth of these in vain. Every turn has a reward, and all
     tokens of a turn the same advantage; ``acc`` asks for more than the answer, which is right."""
-    tokens, tool, rewards, advantages = [], [], [], []
+    tokens = []
+    tool = []
+    rewards = []
+    advantages = []
     for turn in range(turns):
         said = split(CALL if turn < turns - 1 else r"\boxed{2}")
         reply = split(FAILED if rng.random() < 0.2 else "2") if turn < turns - 1 else []
-        before, after = split("user\n<tool_response>"), split("</tool_response>\nassistant\n")
+        before = split("user\n<tool_response>")
+        after = split("</tool_response>\nassistant\n")
         between = [*before, *reply, *after] if reply else []
         rewards.append(0.0 if len(reply) > 1 else float(rng.choice([-1, 1])))
         advantages += [round(rng.normal(), 2)] * len(said) + [0.0] * len(between)
@@ -193,11 +204,9 @@ def conversation_row(rng: np.random.Generator, turns: int, **values: Any) -> Dum
         tokens += between
     mask_T = np.array([all(not start <= t < end for start, end in tool) for t in range(len(tokens))])
     given = {"reward": sum(rewards), "outcome": "right" if all(reward > 0 for reward in rewards) else "wrong"}
-    given |= {
-        "mask_T": mask_T,
-        "advantage_T": np.float32(advantages),
-        "weight_T": np.ones(len(tokens), dtype=np.float32),
-    }
+    given["mask_T"] = mask_T
+    given["advantage_T"] = np.float32(advantages)
+    given["weight_T"] = np.ones(len(tokens), dtype=np.float32)
     labels = {"turn_rewards": rewards, **({"tool": tool} if tool else {})}
     return text_row(tokens, **{**given, "labels": labels, **values})
 

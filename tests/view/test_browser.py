@@ -359,7 +359,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_step(folder / "tokens", header, table_of([row, other]))
     finding = Finding(TEXTS[0], TEXTS[1], 0.5, TEXTS[5], ((TEXTS[1], 1, 0.5, 0.5),), TEXTS[4]).to_dict()
     one = {"key": ["x"], "updates": [[0]], "received": [[0.5]], "clipped": [[0.0]], "by_update": [[[0.5]]]}
-    one |= {"clipped_by_update": [[[0.0]]], "effect": [None]}
+    one["clipped_by_update"] = [[[0.0]]]
+    one["effect"] = [None]
     write_received(
         folder / "tokens", received_header(1, findings=[finding], tokens=1), pa.table(one, schema=RECEIVED_SCHEMA)
     )

@@ -60,7 +60,8 @@ def test_a_damaged_file_costs_its_own_responses(
     """Cut or with other bytes: the page is written without it and names it, once; the whole file is all there."""
     write_metrics(tmp_path, 2)
     write_dump(tmp_path / "tokens", (1, 2), problems=1)
-    path, rng = tmp_path / "tokens" / "step_000002.parquet", np.random.default_rng(0)
+    path = tmp_path / "tokens" / "step_000002.parquet"
+    rng = np.random.default_rng(0)
     whole = path.read_bytes()
     for place in range(12):
         content = bytearray(whole)
@@ -139,7 +140,9 @@ class Foreign:
     """A run whose first step's files others wrote, beside a good second step."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-        self.run, self.capsys, self.caplog = folder / f"run{EVIL}", capsys, caplog
+        self.run = folder / f"run{EVIL}"
+        self.capsys = capsys
+        self.caplog = caplog
         self.tokens = self.run / "tokens"
         write_dump(self.tokens, (1, 2), problems=1)
         self.good = pq.read_table(self.tokens / "step_000001.parquet")
@@ -196,10 +199,12 @@ def test_foreign_columns_cost_their_file(foreign: Foreign) -> None:
 
 def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign) -> None:
     lengths = [len(of) for of in foreign.good["mask"].to_pylist()]
-    numbers, count = [[0.5] * length for length in lengths], len(lengths)
+    numbers = [[0.5] * length for length in lengths]
+    count = len(lengths)
     plain: dict[str, Any] = {name: numbers for name in ("received", "clipped", "effect")}
     plain |= {name: [[own] for own in numbers] for name in ("by_update", "clipped_by_update")}
-    plain |= {"key": foreign.good["key"].to_pylist(), "updates": [[0]] * count}
+    plain["key"] = foreign.good["key"].to_pylist()
+    plain["updates"] = [[0]] * count
     finding = Finding("scaled", "here", 0.5, "half", (("a", 1, 1.0, 0.5),)).to_dict()
     whole = {"schema_version": 5, **received_header(1, findings=[finding])}
     tables = [{name: [[0.5]] * count} for name in ("received", "clipped", "effect")]

@@ -43,7 +43,8 @@ NOTE = Finding("unknown loss", "all updates", 0.0, "no formula", (), "", False)
 def receipt(*findings: Finding) -> Receipt:
     """Of three responses in four optimiser steps, of which the last response was in none; the first one's in two."""
     received_UBT = torch.full((4, 3, 4), NAN)
-    received_UBT[0, 0, :3], received_UBT[2, 0, :3] = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([0.25, 0.0, 2.0])
+    received_UBT[0, 0, :3] = torch.tensor([0.5, -1.0, 2.0])
+    received_UBT[2, 0, :3] = torch.tensor([0.25, 0.0, 2.0])
     received_UBT[1, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     received_BT = received_UBT.nanmean(dim=0)
     clipped_UBT = torch.where(received_UBT.isfinite(), 0.0, torch.nan)
