@@ -104,7 +104,7 @@ CONTEXTS: dict[str, list[Options]] = {
     "share": [{"threshold": 20.0}],
     "strength": [{"threshold": 20.0}],
     "normalize_mass": [{}, {"gate": "all", "reshaper": "top"}, {"threshold": 20.0}],
-    "control": [{}, {"gate": "all"}, {"threshold": 20.0}],
+    "control": [{}, {"gate": "all"}, {"threshold": 20.0}, {"separator": " "}],
     "shrink": [{"separator": " "}],
     "lam_steps": [{}],
     "leaf": [{"gate": "all"}],
