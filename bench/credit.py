@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from bench.places import Label, Record, TokenAdvantages, record, step_means, token_advantages
+from bench.places import Label, Record, TokenAdvantages, record_of, step_means, token_advantages
 from bench.statistics import Estimate, holm, jackknife, mean_of
 from bench.table import CONTROLS, FEW, FEWEST, NOTHING, NUMBER, SIGNIFICANT, cell, figures_of, kind_of
 from grail_advantage.dump import DumpRow, read_dump
@@ -26,7 +26,11 @@ from grail_advantage.text_io import table
 
 LEAST = 3  # steps before the answer of a response that is used
 FOLLOWS = "follows credit"
+BASE = "the response's advantage"
 EARLIER = "earlier first"
+KIND = "kind alone"
+NOISE = "noise"
+PLANTED = "planted"
 BEYOND = "beyond place"
 COSINE = "cosine less uniform's"
 RULE = (
@@ -36,7 +40,7 @@ RULE = (
     "problems' responses of as many steps. Cosine: over all tokens of all responses. The noise of K is taken out by two "
     "halves of the continuations, so that right credit has 1 at any K; a cell is empty where the credit is not above its "
     "noise. Loss: AUROC of the step with the largest significant loss of value, and its least difference from the controls "
-    f"of docs/bench.md. 'planted' is credit by half of the continuations, judged by the other half. Steps have means, "
+    f"of docs/bench.md. '{PLANTED}' is credit by half of the continuations, judged by the other half. Steps have means, "
     "as their tokens share one coefficient in the true gradient: sums would score lengths. Sizes count, not ranks: after "
     "an error all values are about 0, and their order is noise at any K. ± is half of a 95 % interval by problem."
 )
@@ -52,15 +56,17 @@ class Case:
     step_T: np.ndarray  # int; of all tokens
     credit_J: np.ndarray
     halves_2J: np.ndarray  # the credit by either half of the continuations
+    steps: int  # M
+    methods: dict[str, TokenAdvantages]
 
     @property
-    def steps(self) -> int:
-        """M."""
-        return int(self.label.step_T.max()) + 1
+    def problem(self) -> str:
+        return str(self.row.group)
 
-    @property
-    def uniform(self) -> TokenAdvantages:
-        return TokenAdvantages(np.full(len(self.row), self.advantage), np.ones(len(self.row), dtype=bool))
+    def by(self, name: str, advantage_T: np.ndarray) -> Case:
+        """With a further method."""
+        advantages = TokenAdvantages(advantage_T, np.ones(len(advantage_T), dtype=bool))
+        return replace(self, methods={**self.methods, name: advantages})
 
 
 @lru_cache(maxsize=100_000)
@@ -77,8 +83,8 @@ def largest_loss(credit_M: np.ndarray, right: Sequence[str]) -> int | None:
     return step if credit_M[step] < 0 and p * len(credit_M) < SIGNIFICANT else None
 
 
-def case_of(row: DumpRow, part: slice) -> Case:
-    """A response by this part of its continuations."""
+def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
+    """A response by this part of its continuations, with the references that know the advantage, the place or the kind."""
     values = row.labels["values"]
     right = [digits[part] for digits in values["right"]]
     bits_JK = np.array([[digit == "1" for digit in digits] for digits in right], dtype=float)
@@ -91,12 +97,16 @@ def case_of(row: DumpRow, part: slice) -> Case:
     loss = largest_loss(credit_3J[2, :steps], right) if advantage < 0 and steps else None
     kind_T = np.array([kind_of(piece) for piece in row.tokens])
     label = Label(np.where(step_T < steps, step_T, -1), kind_T, loss)
-    return Case(row, advantage, label, step_T, credit_3J[2], credit_3J[:2])
+    case = Case(row, advantage, label, step_T, credit_3J[2], credit_3J[:2], steps, token_advantages(row))
+    case = case.by(BASE, np.full(len(row), advantage))
+    case = case.by(EARLIER, advantage * np.arange(len(row), 0, -1))
+    return case.by(KIND, advantage * (kind_T == NUMBER))
 
 
 def read(folder: Path) -> tuple[list[Case], Counter[str]]:
     """The responses that are used, and how many there are of each sort. ValueError: the folder cannot be used."""
     dump = read_dump(folder)
+    generator = np.random.default_rng(7)
     cases: list[Case] = []
     counts = Counter[str]()
     for row in dump:
@@ -104,7 +114,7 @@ def read(folder: Path) -> tuple[list[Case], Counter[str]]:
             counts["without values"] += 1
             continue
         try:
-            case = case_of(row, slice(None))
+            case = case_of(row)
         except (TypeError, ValueError, LookupError) as error:
             raise ValueError(f"{folder}: the values of {row.key} are not those of bench values ({error!r})") from error
         if not case.advantage:
@@ -113,7 +123,7 @@ def read(folder: Path) -> tuple[list[Case], Counter[str]]:
             counts[f"with fewer than {LEAST} steps"] += 1
         else:
             counts["incorrect" if case.advantage < 0 else "correct"] += 1
-            cases.append(case)
+            cases.append(case.by(NOISE, generator.normal(size=len(row))))
     if dump.problems or not cases:
         raise ValueError(
             f"{folder}: {'; '.join(dump.problems) or f'no response with values can be used; {dict(counts)}'}"
@@ -130,7 +140,7 @@ def correlation(cases: Sequence[Case], triples: Sequence[tuple[np.ndarray, np.nd
         triples: of each the values that are compared, the credit, and the credit by the halves, (2, ...).
     """
     parts = [(values @ credit, values @ values, halves[0] @ halves[1]) for values, credit, halves in triples]
-    sums_P3 = pd.DataFrame(parts).groupby([str(case.row.group) for case in cases]).sum().to_numpy()
+    sums_P3 = pd.DataFrame(parts).groupby([case.problem for case in cases]).sum().to_numpy()
     square = mean_of(sums_P3[:, 2])
     if not (square.value > 0 and square.p < SIGNIFICANT):
         return np.full(1 + len(sums_P3), np.nan)
@@ -143,79 +153,64 @@ def centred(values: np.ndarray) -> np.ndarray:
     return values - values.mean(axis=-1, keepdims=True)
 
 
-def within(cases: Sequence[Case], own: Sequence[TokenAdvantages]) -> list[Estimate]:
+def within(cases: Sequence[Case], name: str) -> list[Estimate]:
     """The correlation of step means with the credit within responses, and of what place does not explain."""
-    means = [centred(step_means(one.advantage_T, case.label.step_T)) for case, one in zip(cases, own, strict=True)]
+    means = [centred(step_means(case.methods[name].advantage_T, case.label.step_T)) for case in cases]
+    pairs = list(zip([case.problem for case in cases], means, strict=True))
     beyond = []
-    for case, mean_M in zip(cases, means, strict=True):
-        others = [
-            other_M
-            for other, other_M in zip(cases, means, strict=True)
-            if other.steps == case.steps and other.row.group != case.row.group
-        ]
-        beyond.append(mean_M - np.mean(others, axis=0) if others else np.zeros(case.steps))
+    for problem, mean_M in pairs:
+        peers = [peer_M for its_problem, peer_M in pairs if len(peer_M) == len(mean_M) and its_problem != problem]
+        beyond.append(mean_M - np.mean(peers or [mean_M], axis=0))
     credits = [case.credit_J[: case.steps] for case in cases]
     halves = [centred(case.halves_2J[:, : case.steps]) for case in cases]
-    by_values = [correlation(cases, list(zip(values, credits, halves, strict=True))) for values in (means, beyond)]
-    return [jackknife(of_values) for of_values in by_values]
+    return [
+        jackknife(correlation(cases, list(zip(values, credits, halves, strict=True)))) for values in (means, beyond)
+    ]
 
 
-def cosine(cases: Sequence[Case], own: Sequence[TokenAdvantages]) -> np.ndarray:
+def cosine(cases: Sequence[Case], name: str) -> np.ndarray:
     """:func:`correlation` of token advantages with the credit."""
-    pairs = zip(cases, own, strict=True)
-    triples = [(one.advantage_T, case.credit_J[case.step_T], case.halves_2J[:, case.step_T]) for case, one in pairs]
+    triples = []
+    for case in cases:
+        triples.append((case.methods[name].advantage_T, case.credit_J[case.step_T], case.halves_2J[:, case.step_T]))
     return correlation(cases, triples)
 
 
-def references(cases: Sequence[Case]) -> dict[str, list[TokenAdvantages]]:
-    """Methods that know the place, the kind or nothing."""
-    generator = np.random.default_rng(7)
-    rows: dict[str, list[TokenAdvantages]] = {EARLIER: [], "kind alone": [], "noise": []}
-    for case in cases:
-        sign = math.copysign(1, case.advantage)
-        length = len(case.row)
-        values = (sign * np.arange(length, 0, -1), sign * (case.label.kind_T == NUMBER), generator.normal(size=length))
-        for name, advantage_T in zip(rows, values, strict=True):
-            rows[name].append(replace(case.uniform, advantage_T=advantage_T))
-    return rows
-
-
-def records_of(cases: Sequence[Case], own: Sequence[TokenAdvantages]) -> list[Record]:
+def records_of(cases: Sequence[Case], name: str) -> list[Record]:
     """Of incorrect responses: those with a significant loss as errors, and all of them as controls at equal place."""
     records = []
-    for number, (case, one) in enumerate(zip(cases, own, strict=True)):
+    for number, case in enumerate(cases):
         labels = [replace(case.label, step=None)] if case.advantage < 0 else []
         if case.label.step is not None:
             labels.append(case.label)
-        records += [record(number, case.row.group, one, label, number) for label in labels]
+        records += [record_of(number, case.problem, case.methods[name], label, number) for label in labels]
     return records
 
 
-def figures(cases: Sequence[Case], own: Sequence[TokenAdvantages]) -> dict[str, Estimate]:
+def figures(cases: Sequence[Case], name: str) -> dict[str, Estimate]:
     """A method's figures, by the names of the table's columns."""
-    shown = {}
+    row = {}
     for outcome, sign in (("incorrect", -1), ("correct", 1)):
-        chosen = [place for place, case in enumerate(cases) if case.advantage * sign > 0]
+        chosen = [case for case in cases if case.advantage * sign > 0]
         if chosen:
-            both = within([cases[place] for place in chosen], [own[place] for place in chosen])
-            shown[f"within, {outcome}"], shown[f"{BEYOND}, {outcome}"] = both
-    records = records_of(cases, own)
-    if any(one.step is not None for one in records):
-        of_place = {one.id: one for one in records_of(cases, references(cases)[EARLIER])}
+            row[f"within, {outcome}"], row[f"{BEYOND}, {outcome}"] = within(chosen, name)
+    records = records_of(cases, name)
+    if any(record.step is not None for record in records):
+        of_place = {record.id: record for record in records_of(cases, EARLIER)}
         of_loss = figures_of(records, of_place, other_problems=True)
-        shown["AUROC, largest loss"] = of_loss["AUROC"]
+        row["AUROC, largest loss"] = of_loss["AUROC"]
         gains = [of_loss[control] for control in CONTROLS if control in of_loss]
-        shown["least above a control"] = min(gains, key=lambda gain: gain.value)
-    shown[COSINE] = jackknife(cosine(cases, own) - cosine(cases, [case.uniform for case in cases]))
-    return shown
+        row["least above a control"] = min(gains, key=lambda gain: gain.value)
+    row[COSINE] = jackknife(cosine(cases, name) - cosine(cases, BASE))
+    return row
 
 
 def verdicts(rows: Mapping[str, Mapping[str, Estimate]]) -> dict[str, str]:
     """By :data:`RULE`."""
     p_values = []
-    for of_method in rows.values():
-        pair = [of_method.get(column, Estimate(math.nan)) for column in (f"{BEYOND}, incorrect", COSINE)]
-        p_values.append(max(one.p for one in pair) if all(one.value > 0 for one in pair) else 1.0)
+    for row in rows.values():
+        pair = [row.get(f"{BEYOND}, incorrect", Estimate(math.nan)), row[COSINE]]
+        p_values.append(max(estimate.p for estimate in pair) if all(estimate.value > 0 for estimate in pair) else 1.0)
     corrected = zip(rows, holm(p_values), strict=True)
     return {name: FOLLOWS if p < SIGNIFICANT else NOTHING for name, p in corrected}
 
@@ -224,29 +219,28 @@ def report(folder: Path) -> str:
     """The table as Markdown."""
     cases, counts = read(folder)
     settings = cases[0].row.labels["values"]["settings"]
-    rows = {name: figures(cases, own) for name, own in references(cases).items()}
+    rows = {name: figures(cases, name) for name in (EARLIER, KIND, NOISE)}
     half = settings["samples"] // 2
     if half >= 2:
-        rest = [case_of(case.row, slice(half, None)) for case in cases]
-        planted = [replace(case.uniform, advantage_T=case.credit_J[case.step_T]) for case in rest]
-        rows["planted"] = figures([case_of(case.row, slice(half)) for case in cases], planted)
-    of_methods = [token_advantages(case.row) for case in cases]
-    names = [name for name in of_methods[0] if all(name in methods for methods in of_methods)]
-    of_names = {name: figures(cases, [methods[name] for methods in of_methods]) for name in names}
-    problems = len({str(case.row.group) for case in cases})
-    words = verdicts(of_names) if problems >= FEWEST else dict.fromkeys(of_names, FEW)
-    rows.update(of_names)
+        planted = []
+        for case in cases:
+            rest = case_of(case.row, slice(half, None))
+            planted.append(case_of(case.row, slice(half)).by(PLANTED, rest.credit_J[rest.step_T]))
+        rows[PLANTED] = figures(planted, PLANTED)
+    names = [name for name in cases[0].row.methods if all(name in case.methods for case in cases)]
+    of_methods = {name: figures(cases, name) for name in names}
+    problems = len({case.problem for case in cases})
+    words = verdicts(of_methods) if problems >= FEWEST else dict.fromkeys(names, FEW)
+    rows.update(of_methods)
     # A column without any figure, such as of credit that is not above its noise, is left out.
-    columns = [column for column in rows["noise"] if not all(math.isnan(row[column].value) for row in rows.values())]
+    columns = [column for column in rows[NOISE] if not all(math.isnan(row[column].value) for row in rows.values())]
     cells = []
     for name, row in rows.items():
         of_columns = [cell(row.get(column), signed="AUROC" not in column) for column in columns]
         cells.append([name, words.get(name, ""), *of_columns])
-    of_uniform = cell(jackknife(cosine(cases, [case.uniform for case in cases])))
+    of_uniform = cell(jackknife(cosine(cases, BASE))) or "no credit above its noise"
     losses = sum(case.label.step is not None for case in cases)
-    about = f"By values of {settings['model']}, K = {settings['samples']}, {problems} problems. "
-    about += "; ".join(f"{count} {sort}" for sort, count in counts.items())
-    about += (
-        f". {losses} responses with a significant loss. Uniform's cosine: {of_uniform or 'no credit above its noise'}."
-    )
+    sorts = "; ".join(f"{count} {sort}" for sort, count in counts.items())
+    about = f"By values of {settings['model']}, K = {settings['samples']}, {problems} problems. {sorts}. "
+    about += f"{losses} responses with a significant loss. Uniform's cosine: {of_uniform}."
     return "\n".join([about, "", *table(["method", "verdict", *columns], cells, right=2), "", RULE])

@@ -11,13 +11,11 @@ Shape suffixes: N tokens, T tokens of a response, F features, J steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from bench.credit import Case, cosine, read
-from bench.places import TokenAdvantages
+from bench.credit import BASE, Case, cosine, read
 from bench.statistics import jackknife
 from bench.table import FEWEST, cell
 from grail_advantage.dump import write_whole
@@ -50,39 +48,39 @@ def ridge(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     return coefficients
 
 
-def predicted(cases: Sequence[Case], columns: list[int]) -> list[TokenAdvantages]:
-    """Token advantages by fits to the other parts' problems."""
-    parts = np.unique([str(case.row.group) for case in cases], return_inverse=True)[1] % PARTS
+def predicted(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
+    """The cosine of fits to the other parts' problems."""
+    parts = np.unique([case.problem for case in cases], return_inverse=True)[1] % PARTS
     signs = [case.advantage > 0 for case in cases]
     keys = list(zip(signs, parts.tolist(), strict=True))
     fits = {}
     for sign, part in set(keys):
         rest = [case for case, key in zip(cases, keys, strict=True) if key[0] == sign and key[1] != part]
         fits[sign, part] = ridge(rest, columns)
-    advantages = []
+    fitted = []
     for case, key in zip(cases, keys, strict=True):
         credit_J = abs(case.advantage) * features_of(case) @ fits[key]
-        advantages.append(replace(case.uniform, advantage_T=credit_J[case.step_T]))
-    return advantages
+        fitted.append(case.by("fitted", credit_J[case.step_T]))
+    return cosine(fitted, "fitted")
 
 
 def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
     """The fit, and the report on it. ValueError: it does not follow the credit of other problems."""
     incorrect = [case for case in cases if case.advantage < 0]
     correct = [case for case in cases if case.advantage > 0]
-    problems = min(len({str(case.row.group) for case in part}) for part in (incorrect, correct))
+    problems = min(len({case.problem for case in part}) for part in (incorrect, correct))
     if problems < FEWEST:
         raise ValueError(
             f"{origin}: {problems} problems have correct or incorrect responses with values; give {FEWEST} or more"
         )
-    by_fit = cosine(cases, predicted(cases, EVERYTHING))
-    by_uniform = cosine(cases, [case.uniform for case in cases])
-    by_place = cosine(cases, predicted(cases, PLACE))
+    by_fit = predicted(cases, EVERYTHING)
+    by_uniform = cosine(cases, BASE)
+    by_place = predicted(cases, PLACE)
     gains = [jackknife(by_fit - by_other) for by_other in (by_uniform, by_place)]
     figures = [cell(jackknife(of_one)) for of_one in (by_fit, by_uniform, by_place)]
-    found = "cosine with the credit of other problems: fitted {}, uniform {}, place alone {}".format(*figures)
+    summary = "cosine with the credit of other problems: fitted {}, uniform {}, place alone {}".format(*figures)
     if not all(gain.value > gain.half for gain in gains):  # NaN where credit is not above its noise
-        raise ValueError(f"{origin}: {found}; not shown to be above both, so nothing is written; give more problems")
+        raise ValueError(f"{origin}: {summary}; not shown to be above both, so nothing is written; give more problems")
     features_NF = np.concatenate([features_of(case) for case in cases])
     settings = cases[0].row.labels["values"]["settings"]
     result = Fit(
@@ -92,11 +90,11 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
         correct=ridge(correct, EVERYTHING).tolist(),
         lowest=features_NF.min(axis=0).tolist(),
         highest=features_NF.max(axis=0).tolist(),
-        origin={"folder": origin, "responses": len(cases), "cosine": found, "values": settings},
+        origin={"folder": origin, "responses": len(cases), "cosine": summary, "values": settings},
     )
     triples = zip(FEATURES, result.incorrect, result.correct, strict=True)
     rows = [[name, f"{below:+.2f}", f"{above:+.2f}"] for name, below, above in triples]
-    return result, "\n".join([found, "", *table(["feature", "A < 0", "A > 0"], rows, right=1)])
+    return result, "\n".join([summary, "", *table(["feature", "A < 0", "A > 0"], rows, right=1)])
 
 
 def main(arguments: Sequence[str]) -> None:

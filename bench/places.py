@@ -77,16 +77,16 @@ def by_step(blame_T: np.ndarray, label: Label) -> np.ndarray:
     return (above_MM.sum(axis=1) - 0.5) / (len(means_M) - 1)
 
 
-def record(id: Any, problem: Any, own: TokenAdvantages, label: Label, number: int) -> Record:
+def record_of(id: Any, problem: Any, advantages: TokenAdvantages, label: Label, number: int) -> Record:
     """A method's record; ``number`` of the response, from which the random numbers of the shuffles follow."""
-    blame_T = -own.advantage_T
+    blame_T = -advantages.advantage_T
     auroc_M = by_step(blame_T, label)
-    about = Record(id=id, problem=problem, no_scores=own.no_scores, step=label.step, auroc_M=auroc_M)
+    about = Record(id=id, problem=problem, no_scores=advantages.no_scores, step=label.step, auroc_M=auroc_M)
     if label.step is None:
         return about
     generator = np.random.default_rng([number, 5])
     compared_T = label.step_T >= 0
-    moved_T = own.scored_T & compared_T
+    moved_T = advantages.scored_T & compared_T
     shuffled_S = np.zeros(SHUFFLES)
     for shuffle in range(SHUFFLES):
         order = np.argsort(generator.random(len(blame_T)))

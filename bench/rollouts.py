@@ -115,14 +115,14 @@ def _with_torch(
     options: argparse.Namespace,
     purpose: str,
     prefixes: Sequence[Prefix],
-    most: Sequence[int],
+    limits: Sequence[int],
 ) -> list[list[list[int]]]:
     order = sorted(range(len(prefixes)), key=lambda index: len(prefixes[index]))  # a batch has about one length
     numbers = [np.empty((0, options.length))]
     for index in order:
         generator = np.random.default_rng(seed_of(purpose, prefixes[index]))
         numbers_KT = generator.random((options.samples, options.length))
-        numbers_KT[:, most[index] :] = np.nan
+        numbers_KT[:, limits[index] :] = np.nan
         numbers.append(numbers_KT)
     ids = [list(prefixes[index]) for index in order]
     copies = options.samples
@@ -138,16 +138,17 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
 
     from recipe.evaluate.sampling import resolve_model, start_engine
 
-    loop = asyncio.new_event_loop()
+    runner = asyncio.Runner()
+    atexit.register(runner.close)  # after the engine's shutdown, whose tasks it holds
     folder = resolve_model(options.model)[0]
     engines: list[Any] = []
     names = map(str, itertools.count())
 
-    async def of_prefix(prefix: Prefix, most: int) -> list[list[int]]:
+    async def of_prefix(prefix: Prefix, limits: int) -> list[list[int]]:
         parameters = SamplingParams(
             n=options.samples,
             temperature=options.temperature,
-            max_tokens=most,
+            max_tokens=limits,
             seed=seed_of(purpose, prefix),
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -157,10 +158,10 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
         responses = sorted(final.outputs, key=lambda response: response.index)
         return [list(response.token_ids) for response in responses]
 
-    async def of_all(prefixes: Sequence[Prefix], most: Sequence[int]) -> list[list[list[int]]]:
-        if not engines:  # it keeps the event loop in which it starts
+    async def of_all(prefixes: Sequence[Prefix], limits: Sequence[int]) -> list[list[list[int]]]:
+        if not engines:
             engines.append(start_engine(folder, longest, 1, prefix_cache=True))
             atexit.register(engines[0].shutdown)
-        return await asyncio.gather(*map(of_prefix, prefixes, most))
+        return await asyncio.gather(*map(of_prefix, prefixes, limits))
 
-    return lambda prefixes, most: loop.run_until_complete(of_all(prefixes, most))
+    return lambda prefixes, limits: runner.run(of_all(prefixes, limits))

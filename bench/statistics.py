@@ -37,8 +37,8 @@ class Estimate(NamedTuple):
 
 def mean_of(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
     """Mean and standard error of the finite values; with clusters, of the clusters' means, which are independent."""
-    found = pd.Series(np.asarray(values, dtype=float), index=clusters)
-    means = found[np.isfinite(found)].groupby(level=0).mean()
+    series = pd.Series(np.asarray(values, dtype=float), index=clusters)
+    means = series[np.isfinite(series)].groupby(level=0).mean()
     return Estimate(float(means.mean()), float(means.sem()), len(means))
 
 
@@ -68,8 +68,8 @@ def above_controls(
     parts_W = (gain_W - gain_W.mean()) / len(own_W)
     parts_C = np.round(np.nansum((controls_WC - means_W1) / counts_W1, axis=0), 9) / len(own_W)
     sums = [pd.Series(parts_W).groupby(list(clusters_W)).sum(), pd.Series(parts_C).groupby(list(clusters_C)).sum()]
-    freedoms = np.array([max(1, len(one) - 1) for one in sums])
-    variances = np.array([(one**2).sum() * len(one) for one in sums]) / freedoms
+    freedoms = np.array([max(1, len(sum_of_cluster) - 1) for sum_of_cluster in sums])
+    variances = np.array([(sum_of_cluster**2).sum() * len(sum_of_cluster) for sum_of_cluster in sums]) / freedoms
     freedom = float(variances.sum() ** 2 / (variances**2 / freedoms).sum()) if variances.any() else min(freedoms)
     return Estimate(float(gain_W.mean()), math.sqrt(variances.sum()), freedom + 1)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.places import Label, Record, TokenAdvantages, among, record, token_advantages
+from bench.places import Label, Record, TokenAdvantages, among, record_of, token_advantages
 from bench.statistics import Estimate, above_controls, holm, mean_of
 from grail_advantage.analyze.command import record_in
 from grail_advantage.answers.missing import is_low
@@ -115,9 +115,11 @@ def read(folder: Path) -> Results:
             raise ValueError(f"{folder}: {row.key} has not the advantage -1; analyze with --advantages wrong")
         scored_T = np.ones(len(row), dtype=bool)
         blames = (np.arange(len(row), 0, -1.0), label.kind_T == NUMBER, wrong_T | (label.step is None))
-        references = {name: TokenAdvantages(-1.0 * of, scored_T) for name, of in zip(REFERENCES, blames, strict=True)}
-        for name, own in {**references, **token_advantages(row)}.items():
-            records.setdefault(name, {})[row.key] = record(row.key, row.group, own, label, number)
+        by_method = {
+            name: TokenAdvantages(-1.0 * blame_T, scored_T) for name, blame_T in zip(REFERENCES, blames, strict=True)
+        }
+        for name, advantages in {**by_method, **token_advantages(row)}.items():
+            records.setdefault(name, {})[row.key] = record_of(row.key, row.group, advantages, label, number)
     if not counts["errors"]:
         raise ValueError(f"{folder}: no incorrect solution has a first error and an answer; {dict(counts)}")
     complete = {name: of_method for name, of_method in records.items() if len(of_method) == len(records[PLACE])}
@@ -136,35 +138,35 @@ def figures_of(
         of_place: by id, the same responses' blame by place alone.
         other_problems: whether those of an error's own problem are no controls of it.
     """
-    errors = [one for one in records if one.step is not None]
-    controls = [one for one in records if one.step is None]
-    problems = [one.problem for one in errors]
-    own_W = np.array([one.auroc_M[one.step] for one in errors])
-    earlier_W = np.array([of_place[one.id].auroc_M[one.step] for one in errors])
+    errors = [record for record in records if record.step is not None]
+    controls = [record for record in records if record.step is None]
+    problems = [record.problem for record in errors]
+    own_W = np.array([record.auroc_M[record.step] for record in errors])
+    earlier_W = np.array([of_place[record.id].auroc_M[record.step] for record in errors])
     by_control = {
-        "shuffled": np.array([one.shuffled for one in errors]),
+        "shuffled": np.array([record.shuffled for record in errors]),
         "earlier first": earlier_W,
         "later first": 1 - earlier_W,
-        "its kinds": np.array([one.kinds for one in errors]),
+        "its kinds": np.array([record.kinds for record in errors]),
     }
-    figures = {"AUROC": mean_of(own_W, problems), "scored": mean_of([one.no_scores is None for one in errors])}
+    figures = {"AUROC": mean_of(own_W, problems), "scored": mean_of([record.no_scores is None for record in errors])}
     for control, values_W in by_control.items():
         figures[control] = mean_of(np.round(own_W - values_W, 9), problems)  # rounding is no difference
     if controls:
-        places_W = np.array([one.step / max(1, len(one.auroc_M) - 1) for one in errors])
-        at_WC = np.stack([_at(places_W, one.auroc_M) for one in controls], axis=1)
-        steps_W1 = np.array([[len(one.auroc_M)] for one in errors])
-        apart_WC = np.abs(steps_W1 - np.array([len(one.auroc_M) for one in controls])).astype(float)
+        places_W = np.array([record.step / max(1, len(record.auroc_M) - 1) for record in errors])
+        at_WC = np.stack([_at(places_W, record.auroc_M) for record in controls], axis=1)
+        steps_W1 = np.array([[len(record.auroc_M)] for record in errors])
+        apart_WC = np.abs(steps_W1 - np.array([len(record.auroc_M) for record in controls])).astype(float)
         if other_problems:
             names_W1 = np.array([[str(problem)] for problem in problems])
-            apart_WC[names_W1 == np.array([str(one.problem) for one in controls])] = np.inf
+            apart_WC[names_W1 == np.array([str(record.problem) for record in controls])] = np.inf
         nearest_W1 = np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
         at_WC[(apart_WC > nearest_W1) | np.isinf(apart_WC)] = math.nan
         known_W = np.isfinite(own_W) & np.isfinite(at_WC).any(axis=1)
         if known_W.any():
             names = np.array(problems)[known_W]
             figures[EQUAL_PLACE] = above_controls(
-                own_W[known_W], at_WC[known_W], names, [one.problem for one in controls]
+                own_W[known_W], at_WC[known_W], names, [record.problem for record in controls]
             )
     return figures
 
@@ -178,21 +180,24 @@ def verdicts(figures: Mapping[str, Mapping[str, Estimate]], failed: Mapping[str,
     """The verdict on each method, by :data:`RULE`; ``failed``: whether any of its scores was not finite."""
     words = {}
     p_values = {}
-    for method, own in figures.items():
-        differences = [own.get(control, Estimate(0.0, count=0)) for control in CONTROLS]
-        above = all(one.value > 0 for one in differences)
-        below = all(one.value < 0 for one in differences)
-        if own["AUROC"].count < FEWEST:
+    for method, estimates in figures.items():
+        differences = [estimates.get(control, Estimate(0.0, count=0)) for control in CONTROLS]
+        above = all(difference.value > 0 for difference in differences)
+        below = all(difference.value < 0 for difference in differences)
+        if estimates["AUROC"].count < FEWEST:
             words[method] = FEW
-        elif own["AUROC"].value == 0.5 and own["AUROC"].error == 0 and not failed[method]:
+        elif estimates["AUROC"].value == 0.5 and estimates["AUROC"].error == 0 and not failed[method]:
             words[method] = ALIKE
-        elif own["scored"].value < LEAST_SCORED:
+        elif estimates["scored"].value < LEAST_SCORED:
             words[method] = UNSCORED
         else:
             words[method] = PLACED if differences[0].value > 0 and differences[0].p < SIGNIFICANT else NOTHING
             if above or below:
                 word = FINDS if above else SPARES
-                p_values[method] = word, float(np.nan_to_num([one.p for one in differences], nan=1.0).max())
+                p_values[method] = (
+                    word,
+                    float(np.nan_to_num([difference.p for difference in differences], nan=1.0).max()),
+                )
             else:
                 p_values[method] = words[method], 1.0
     methods = [method for method in p_values if method not in REFERENCES]
@@ -209,9 +214,9 @@ def report(folder: Path) -> str:
     figures, words = summary(results)
     columns = ["AUROC", *CONTROLS]
     rows = []
-    for method, own in figures.items():
-        cells = [cell(own.get(column), signed=column != "AUROC") for column in columns]
-        rows.append([method, words[method], f"{100 * own['scored'].value:.0f}", *cells])
+    for method, estimates in figures.items():
+        cells = [cell(estimates.get(column), signed=column != "AUROC") for column in columns]
+        rows.append([method, words[method], f"{100 * estimates['scored'].value:.0f}", *cells])
     head = ["method", "verdict", "scored, %", "AUROC, first wrong step", *(f"above {control}" for control in CONTROLS)]
     counts = "; ".join(f"{count} {name}" for name, count in results.counts.items())
     lost = [name for name in results.about.get("methods", {}) if name not in figures]
@@ -223,13 +228,16 @@ def report(folder: Path) -> str:
 def summary(results: Results) -> tuple[dict[str, dict[str, Estimate]], dict[str, str]]:
     """Figures and verdict of each method, the references first."""
     records = results.records
-    figures = {name: figures_of(list(of.values()), records[PLACE]) for name, of in records.items()}
-    failed = {name: any(one.no_scores == "non-finite scores" for one in of.values()) for name, of in records.items()}
+    figures = {name: figures_of(list(entries.values()), records[PLACE]) for name, entries in records.items()}
+    failed = {
+        name: any(record.no_scores == "non-finite scores" for record in entries.values())
+        for name, entries in records.items()
+    }
     return figures, verdicts(figures, failed)
 
 
-def cell(own: Estimate | None, signed: bool = False) -> str:
-    if own is None or math.isnan(own.value):
+def cell(estimate: Estimate | None, signed: bool = False) -> str:
+    if estimate is None or math.isnan(estimate.value):
         return ""
-    text = f"{own.value:{'+' if signed else ''}.2f}"
-    return text if math.isnan(own.half) else f"{text} ± {own.half:.2f}"
+    text = f"{estimate.value:{'+' if signed else ''}.2f}"
+    return text if math.isnan(estimate.half) else f"{text} ± {estimate.half:.2f}"

@@ -10,9 +10,16 @@ from pathlib import Path
 
 # Folders and files that hold it; one that is unfolded gets a line here.
 ROOMS = (
+    ":!grail_advantage/methods/fitted.py",
+    ":!grail_advantage/methods/sessions.py",  # a session's field and an argument are called `before`
+    ":!grail_advantage/methods/turn_lists.py",
     ":(glob)tests/*.py",
+    "bench",
     "benchmarks",
     "examples",
+    "examples/hosts",
+    "examples/trainer",
+    "examples/turns",
     "grail_advantage/analyze",
     "grail_advantage/answers",
     "grail_advantage/api.py",
@@ -21,10 +28,11 @@ ROOMS = (
     "grail_advantage/maps.py",
     "grail_advantage/method.py",
     "grail_advantage/methods",
+    "grail_advantage/methods/fitted.py",
     "grail_advantage/metrics.py",
     "grail_advantage/model",
-    "grail_advantage/report.py",
     "grail_advantage/receipt",
+    "grail_advantage/report.py",
     "grail_advantage/reward",
     "grail_advantage/rules.py",
     "grail_advantage/text_io",
@@ -35,17 +43,19 @@ ROOMS = (
     "packages",
     "recipe",
     "scripts",
+    "tests/bench",
     "tests/benchmarks",
+    "tests/core/test_fitted.py",
+    "tests/dumps.py",
+    "tests/hosts.py",
     "tests/other_hosts",
     "tests/recipe",
     "tests/run_life",
+    "tests/test_dump.py",
     "tests/trl_ext",
     "tests/verl_cpu",
     "tests/verl_ext",
     "tests/view/test_analyze.py",
-    ":!grail_advantage/methods/fitted.py",
-    ":!grail_advantage/methods/sessions.py",  # a session's field and an argument are called `before`
-    ":!grail_advantage/methods/turn_lists.py",
 )
 WORDS = re.compile(
     "of|found|there|known|own|one|said|made|some|here|alike|told|whole|others?|both|before|after|beside|each|every|left|taken"

@@ -15,4 +15,5 @@ for name in grail_advantage verl_cpu token_receipt; do
     "$PYTHON" -m zipfile --list "${wheels[0]}" | grep "^$name/__init__.py" >/dev/null
 done
 [[ -z $version || -e $(echo "$folder/grail_advantage-$version"-*.whl) ]] || { echo "no wheel of version $version" >&2 && exit 1; }
+rm -rf build packages/*/build # what is deleted in the sources would stay in a later wheel
 ls "$folder"

@@ -26,7 +26,7 @@ from grail_advantage.analyze.methods import methods_for
 from grail_advantage.analyze.models import ANOTHER, check_fits, check_options, digest, files_digest, model_of
 from grail_advantage.analyze.tokens import labels_of, tokenize, with_messages
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
-from grail_advantage.answers.missing import advice, is_low
+from grail_advantage.answers.missing import advice, found_elsewhere, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import MOST_UNKNOWN, PlainHost
 from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Example, Rollouts, outcome_of
@@ -152,7 +152,10 @@ def analyze(
     texts = TokenTexts(tokenizer)
     rollouts = _rollouts(responses, values, chosen, tokenizer, texts, answer)
     answered = len(rollouts) - rollouts.spans("last").count(None)
-    if any(method.reads_answer for method in chosen.values()) and is_low(answered, len(rollouts)):
+    is_odd = is_low(answered, len(rollouts)) or (
+        answered < len(rollouts) and found_elsewhere(answer, rollouts.responses, tokenizer)
+    )
+    if any(method.reads_answer for method in chosen.values()) and is_odd:
         share = f"{answered} of {len(rollouts)} responses have an answer in the format {answer.name}."
         complain("analyze", f"{share} {advice(answer, rollouts.responses, tokenizer, '--answer')}")
     written = set(read_dump(folder).steps)

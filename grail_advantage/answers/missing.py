@@ -41,6 +41,15 @@ def is_low(answered: int, rows: int) -> bool:
     return rows > 0 and answered < LOW * rows
 
 
+def found_elsewhere(answer: AnswerFormat, responses: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether another format finds an answer in a fifth of the responses."""
+    for form in FORMATS.values():
+        spans = [] if form == answer else find_answer_spans(responses, tokenizer, answer=form)
+        if spans and not is_low(sum(span is not None for span in spans), len(spans)):
+            return True
+    return False
+
+
 def advice(
     answer: AnswerFormat, responses: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase, option: str = "answer"
 ) -> str:

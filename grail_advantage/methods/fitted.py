@@ -81,7 +81,7 @@ def features(surprisal_T: np.ndarray, entropy_T: np.ndarray, starts: list[int], 
     largest = np.maximum.reduceat(surprisal_T, starts)
     is_answer = np.arange(steps) >= steps - is_answered
     peak = largest[~is_answer].max(initial=0.0)
-    before = np.maximum.accumulate([0.0, *largest[:-1]])
+    earlier = np.maximum.accumulate([0.0, *largest[:-1]])
     sum_before = np.cumsum([0.0, *largest[:-1]])
     columns = [
         np.ones(steps),
@@ -89,11 +89,11 @@ def features(surprisal_T: np.ndarray, entropy_T: np.ndarray, starts: list[int], 
         np.log1p(np.add.reduceat(surprisal_T, starts)),
         np.maximum.reduceat(entropy_T, starts),
         ~is_answer & (largest == peak),
-        np.log1p(before),
+        np.log1p(earlier),
         np.log1p(sum_before),
         np.arange(steps) / max(1, steps - 1),
         is_answer,
-        np.log1p(largest) * np.exp(-before),
+        np.log1p(largest) * np.exp(-earlier),
         np.exp(-sum_before),
     ]
     return np.stack(columns, axis=1).astype(np.float64)

@@ -48,6 +48,7 @@ class Arrived:
         # + 0.0: no -0.0 in a table.
         self.received_NT = -columns(lambda piece: piece.gradient_bT) * divisor_N1 / batch.ranks + 0.0
         dtypes = {values.dtype for piece in pieces for values in (piece.gradient_bT, piece.log_probs_bT)}
+        # The coarsest type that the gradient went through says how much may be rounding.
         self.precision = max(PRECISION[dtype] for dtype in dtypes)
         log_probs_NT = columns(lambda piece: piece.log_probs_bT)
 
@@ -66,6 +67,7 @@ class Arrived:
             old=log_probs_NT if old_NT is None else old_NT,
             ref=of_batch(batch.ref_log_probs_BT),
         )
+        # The size of a usual gradient, in advantages: differences are small or large beside it.
         size = float(advantages_NT[advantages_NT != 0].square().mean().sqrt().nan_to_num())
         self.unit = size + loss.kl_coef + abs(float(loss.options.get("coef") or 0.0))
         self.ignored_NT = ~self.received_NT.isfinite()

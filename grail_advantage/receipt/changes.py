@@ -57,8 +57,10 @@ def _advantages(arrived: Arrived) -> Iterator[Change]:
     mask_NT = tokens.mask
     yield 5, "sign", "the sign is reversed", arrived.value(advantages=-own_NT)
     yield 6, "sign", "all advantages are positive", arrived.value(advantages=own_NT.abs())
+    # As a host does that keeps one advantage a response.
     mean_NT = torch.where(mask_NT, tokens.row_mean(own_NT), 0.0)
     yield 8, "flattened", "one advantage for each response", arrived.value(advantages=mean_NT)
+    # The advantage before weighting is not in the batch: a response's smallest size stands for it, a factor does the rest.
     least_N1 = torch.where(own_NT != 0, own_NT.abs(), torch.inf).amin(dim=1, keepdim=True)
     times_NT = (own_NT.abs() / least_N1).nan_to_num(0.0)
     weighed_N1 = times_NT.amax(dim=1, keepdim=True) > 1.001
@@ -123,6 +125,7 @@ def _implied(arrived: Arrived, column: str) -> Iterator[torch.Tensor]:
     tokens = arrived.tokens
     ones_NT = torch.ones_like(tokens.weights)
     rest_NT = arrived.value(advantages=0 * ones_NT)
+    # A loss is linear in advantages and weights, and in exp(-old): one evaluation tells the slope.
     plain_NT = tokens.log_probs if column == "old" else ones_NT
 
     def usual(values_NT: torch.Tensor) -> torch.Tensor:
@@ -146,6 +149,7 @@ def _implied(arrived: Arrived, column: str) -> Iterator[torch.Tensor]:
 def _swapped(arrived: Arrived, column: str, implied_NT: torch.Tensor, values_BT: torch.Tensor) -> Iterator[Change]:
     """Yield values of other responses: of those whose own would give what was received."""
     rows_N = arrived.rows_N
+    # Half precision in what was received is also in what it implies.
     chosen_N = fitting_rows(implied_NT, values_BT, rows_N, max(1e-3, 2 * arrived.precision))
     if (chosen_N == rows_N).all():
         return
@@ -170,6 +174,7 @@ def _whole_rows(batch: Batch) -> torch.Tensor:
 def fitting_rows(wanted_NT: torch.Tensor, values_BT: torch.Tensor, rows_N: torch.Tensor, near: float) -> torch.Tensor:
     """For each response find the one whose values fit best at 64 of its tokens, its own where that fits as well."""
     missing_NT = ~wanted_NT.isfinite()
+    # 64 of a response's finite places, evenly: a sort puts these first, in their order.
     rank_NK = torch.arange(64) * (~missing_NT).sum(dim=1, keepdim=True).clamp(min=1) // 64
     place_NK = missing_NT.to(torch.uint8).argsort(dim=1, stable=True).gather(1, rank_NK)
     wanted_NK = wanted_NT.gather(1, place_NK)

@@ -135,6 +135,7 @@ def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
     """
     with torch.device("cpu"):  # whatever the process's default device is
         batch, pieces = checked(batch, loss, pieces)
+        # A KL term without its reference cannot be computed, so that no value of the loss is known.
         if loss.kl and batch.ref_log_probs_BT is None:
             loss = replace(loss, account=None)
         arrived = Arrived(batch, loss, pieces)
@@ -221,6 +222,7 @@ class _Table:
         arrived = self.arrived
         wanted_NT = arrived.wanted_NT if wanted_NT is None else wanted_NT
         times_NT = arrived.received_NT / wanted_NT if times_NT is None else times_NT
+        # A line on rounding is about small differences, every other one is not.
         tolerance_NT = 1e-6 * (name != "rounded") * wanted_NT.abs()
         at_NT = at_NT & ~((arrived.received_NT - wanted_NT).abs() <= tolerance_NT)  # NaN differs
         n, t = at_NT.nonzero(as_tuple=True)
@@ -233,6 +235,7 @@ class _Table:
             steps = ", ".join(str(int(step) + 1) for step in arrived.update_N[n].unique()[:8])
             where.append(f"in optimiser steps {steps}")
         examples = []
+        # From the beginning, the middle and the end of what differs, so seldom of one response.
         for k in range(0, len(n), max(1, len(n) // 3))[:3]:
             key = self.key(int(arrived.rows_N[n[k]]))
             intended = float(wanted_NT[n[k], t[k]]) + 0.0
@@ -294,6 +297,7 @@ class _Table:
                     tokens=int((at_EB * lengths_B).sum()),
                 )
             )
+        # What is unknown is told as a note: a receipt without it would say that the values fit.
         if arrived.loss.account is None:
             name = "unknown loss"
             what = f"`{arrived.loss.name}` with these settings has no formula here: structure alone was checked"
@@ -315,10 +319,12 @@ class _Table:
         size = distance(tokens.old)
         if size <= NOISE:
             return
+        # Half precision alone moves a ratio by as much as it rounds the log-probability.
         stale = STALE
         if arrived.precision > PRECISION[torch.float32]:
             stale += 2**-8 * float(tokens.log_probs[tokens.mask].abs().mean())
         own_NT = torch.where(tokens.mask, tokens.log_probs, torch.nan)
+        # Another order of tokens or responses explains it where little is left of the distance.
         if size <= stale:
             name = "rounded"
         elif min(distance(tokens.old.roll(by, 1), slice(1, -1)) for by in (1, -1)) < size / 10:
@@ -410,6 +416,7 @@ class _Table:
         yield 0.0, ones_N1, ""
         log_one = arrived.middle(log_NT, "")
         spread = 2 * float(arrived.middle((log_NT - log_one).abs(), ""))
+        # Below this the factor may be rounding.
         common = 1.0
         if float(log_one.abs()) > max(spread, 1.5 * arrived.precision):
             common = float(log_one.exp())
@@ -424,6 +431,7 @@ class _Table:
             saved_N = common_N - self.left(value_NT, own_G[group_N][:, None])[0]
             price = NUMBER + math.log2(len(own_G))
             chosen_G = torch.zeros_like(own_G).index_add_(0, group_N, saved_N) > price
+            # Where most groups have one of their own, those that too few tokens tell have it too.
             if 2 * chosen_G.sum() > len(chosen_G):
                 chosen_G[:] = True
             if chosen_G.any():
@@ -496,6 +504,7 @@ class _Table:
     def rest(self, at_NT: torch.Tensor, value_NT: torch.Tensor, got_NT: torch.Tensor) -> str:
         """The name of what no change and no factor explains."""
         arrived = self.arrived
+        # Whatever multiplies an advantage of 0 gives 0, so that something was added.
         if (arrived.tokens.advantages[at_NT] == 0).any():
             return "extra"
         unweighed_NT = arrived.value(advantages=torch.zeros_like(value_NT))  # what no ratio multiplies
@@ -514,6 +523,7 @@ class _Table:
         own_NT = arrived.tokens.advantages
         trains = int((arrived.mask_NT & (own_NT != 0) & (arrived.received_NT != 0)).sum())
         clips = arrived.loss.account == "clip" and not options.get("sequence")
+        # Few tokens tell nothing; without a clip by token there is no ratio to bound.
         if len(times_K) < max(20, 0.1 * trains) or not clips or arrived.batch.old_log_probs_BT is None:
             return False
         ratio_K = times_K * arrived.tokens.log_ratio.exp()[at_NT]
@@ -543,6 +553,7 @@ class _Table:
             ("those of responses of {:.0f} tokens or more", lengths_NT),
             ("those of responses of {:.0f} tokens or fewer", -lengths_NT),
         ):
+            # 1 for a yes; of a number, that from which on it fits.
             least = values_NT[at_NT].min()
             if least > values_NT[others_NT].max():
                 return what.format(abs(int(least)))
@@ -566,5 +577,6 @@ def is_added(value_K: torch.Tensor, got_K: torch.Tensor, advantage_K: torch.Tens
 
 def distance(values_K: torch.Tensor, part_K: torch.Tensor) -> float:
     """The largest one between the distribution functions of a part and of the rest (Kolmogorov and Smirnov)."""
+    # Example: values 1 2 3 4 of which the part has 1 2: its function is 1 at 2, where the rest's is 0.
     part_K = part_K[values_K.argsort()].double()
     return float((part_K.cumsum(0) / part_K.sum() - (1 - part_K).cumsum(0) / (1 - part_K).sum()).abs().max())

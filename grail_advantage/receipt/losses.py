@@ -113,6 +113,7 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
         "vespo": ("vespo", {k: options.get(f"vespo_{k}", value) for k, value in VESPO.items()}),
     }.get(loss_type, ("clip", {"low": low, "high": high, "most": math.inf if delta is None else delta}))
     aggregation, over = _TRL.get(loss_type, ("token-mean", "update"))
+    # Both take tokens by what no column of the batch holds.
     unusual = options.get("off_policy_mask_threshold") is not None or options.get("top_entropy_quantile", 1.0) < 1
     beta = options.get("beta", 0.0)
     corrected = options.get("use_bias_correction_kl", False)
@@ -310,6 +311,7 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
         same_step = [second for second in pieces if second.update == piece.update]
         same_rank = [second for second in same_step if second.rank == piece.rank]
         means = 1  # so many means are averaged
+        # Example: two ranks of two micro-batches each, over="micro-batch": D is 4 times a micro-batch's own tokens.
         if loss.over == "micro-batch":
             rows = piece.rows_b
             means = batch.ranks * len(same_rank)

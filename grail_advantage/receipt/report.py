@@ -66,6 +66,7 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
         line["examples"] = [_example(line, rollout, *example) for example in line["examples"]]
     clipping = [record for record in records if record.get("clipped") is not None]
     clipping_tokens = sum(record["tokens"] for record in clipping)
+    # Records of older versions do not say it.
     trained = [record.get("trained") for record in records]
     responses = [record["responses"] for record in records if record.get("responses")]
     return {

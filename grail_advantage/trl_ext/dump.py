@@ -211,7 +211,8 @@ class GenerationDump(TrainerCallback):
             turn_rewards = tolerant(rewards_label, row.get(column)) if column else None
             facts["labels"].append({"turn_rewards": turn_rewards} if turn_rewards else {})
             truths = [row[name] for name in GROUND_TRUTHS if row.get(name) is not None]
-            facts["ground_truth"].append(tolerant(str, truths[0]) if truths else None)
+            truth = tolerant(str, truths[0]) if truths else None
+            facts["ground_truth"].append(truth and truth.rsplit("####", 1)[-1].strip())  # not GSM8K's whole solution
         return facts
 
     def see(self, log_probs: Tensor, inputs: Mapping[str, Any], trained: Mapping[str, Any]) -> None:

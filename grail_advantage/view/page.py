@@ -290,12 +290,14 @@ class Whole:
                 continue
             self._count(header, table)
             _, first, group_N = np.unique(table["group"].to_numpy(), return_index=True, return_inverse=True)
+            # The first file tells how large a group is, and so from how many files the page takes some.
             if not chosen:
                 size = max(1.0, _BYTES * len(flat(table["mask"])[0]) / len(first))
                 count = min(len(files), rollouts * len(first) // len(table), room // size)
                 chosen = np.linspace(0, len(files) - 1, max(1, int(count))).round().astype(int).tolist()
             if place not in chosen:
                 continue
+            # What earlier files left of their share goes to the later ones.
             share = (chosen.index(place) + 1) / len(chosen)
             fit = 1 + int(max(0, 3 * (begin + room * share - held.size) / size))  # groups, by a third of the size
             groups = np.argsort(first)[:fit]

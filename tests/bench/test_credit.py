@@ -16,7 +16,6 @@ import torch
 from bench import credit
 from bench.__main__ import main
 from bench.fit import fit
-from bench.places import token_advantages
 from bench.rollouts import seed_of
 from bench.statistics import jackknife
 from grail_advantage import AdvantageMethod, Rollouts
@@ -72,7 +71,7 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lin
             ids = [*prompt, *record["response"][:start]]
             numbers = np.random.default_rng(seed_of("continuations", tuple(ids))).random((SAMPLES, 64))
             more = sample(model, tokenizer, [ids] * SAMPLES, numbers[:, : 64 - start])
-            texts = [tokenizer.decode([*record["response"][:start], *of], skip_special_tokens=True) for of in more]
+            texts = [tokenizer.decode([*record["response"][:start], *row], skip_special_tokens=True) for row in more]
             assert digits == "".join(str(int(compute_score("", text, record["ground_truth"]))) for text in texts)
             assert start == 0 or tokenizer.decode(record["response"][:start]).endswith(";")
     source = lines.with_name("sums.jsonl")
@@ -133,8 +132,7 @@ def test_a_fit_is_above_uniform_and_place_and_none_is_written_for_shuffled_value
     seen = lines.with_name("fitted")
     analyze(read_responses(lines), {"fitted": method}, seen, tokenizer, load, model="tiny")
     cases, _ = credit.read(seen)
-    own = [token_advantages(case.row)["fitted"] for case in cases]
-    gain = jackknife(credit.cosine(cases, own) - credit.cosine(cases, [case.uniform for case in cases]))
+    gain = jackknife(credit.cosine(cases, "fitted") - credit.cosine(cases, credit.BASE))
     assert gain.value > gain.half > 0
     generator = np.random.default_rng(0)
     shuffled = []
@@ -164,11 +162,11 @@ class Planted(AdvantageMethod):
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    before = methods()
+    registry = methods()
     register("planted_credit")(Planted)
     yield
     METHODS.clear()
-    METHODS.update(before)
+    METHODS.update(registry)
 
 
 def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
@@ -187,22 +185,33 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
         pieces = [tokenizer.encode(text, add_special_tokens=False) for text in [*texts, "\\boxed{3}"]]
         starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
         right = ["".join(map(str, generator.binomial(1, value, samples))) for value in values]
-        wrong = number % 4 < 3
         change = np.diff([*values, 0.0])
-        says = {"starts": starts, "credit": change.tolist(), "noise": generator.normal(size=steps + 1).tolist()}
         order = [*generator.permutation(steps), steps]
-        says |= {"swapped": change[order].tolist(), "place": [-1.0 * (place == 1) for place in range(steps + 1)]}
-        record = {"prompt": f"sum {number // 4}", "group": str(number // 4), "reward": float(not wrong)}
-        record |= {"response": list(chain(*pieces)), "says": says, "ground_truth": "3"}
-        settings = {"model": "known", "samples": samples, "separator": ";"}
+        says = {
+            "starts": starts,
+            "credit": change.tolist(),
+            "noise": generator.normal(size=steps + 1).tolist(),
+            "swapped": change[order].tolist(),
+            "place": [-1.0 * (place == 1) for place in range(steps + 1)],
+        }
+        reward = float(number % 4 == 3)
         values_of = {
             "starts": starts,
             "right": right,
-            "reward": float(not wrong),
+            "reward": reward,
             "answered": True,
-            "settings": settings,
+            "settings": {"model": "known", "samples": samples, "separator": ";"},
         }
-        records.append(json.dumps(record | {"values": values_of}))
+        record = {
+            "prompt": f"sum {number // 4}",
+            "group": str(number // 4),
+            "reward": reward,
+            "response": list(chain(*pieces)),
+            "says": says,
+            "ground_truth": "3",
+            "values": values_of,
+        }
+        records.append(json.dumps(record))
     path.write_text("\n".join(records))
     return path
 
@@ -212,10 +221,7 @@ def planted_figures(path: Path) -> dict[str, dict[str, Any]]:
     chosen = {name: Planted(by=name) for name in ("credit", "noise", "swapped", "place")}
     analyze(read_responses(path), chosen, path.with_name("seen"), tokenizer, load, model="tiny")
     cases, _ = credit.read(path.with_name("seen"))
-    shown = {}
-    for name in chosen:
-        shown[name] = credit.figures(cases, [token_advantages(case.row)[name] for case in cases])
-    return shown
+    return {name: credit.figures(cases, name) for name in chosen}
 
 
 @pytest.mark.parametrize("samples", [4, 16])
@@ -223,15 +229,15 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     tmp_path: Path, samples: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = planted_figures(planted_lines(tmp_path / "known.jsonl", samples))
-    within = {name: of["within, incorrect"] for name, of in figures.items()}
-    beyond = {name: of["beyond place, incorrect"] for name, of in figures.items()}
+    within = {name: row["within, incorrect"] for name, row in figures.items()}
+    beyond = {name: row["beyond place, incorrect"] for name, row in figures.items()}
     assert within["credit"].value == pytest.approx(1, abs=0.12)
     assert within["place"].value > 0.3
     for name in ("noise", "swapped"):
         assert abs(within[name].value) < 0.2 and abs(beyond[name].value) < 0.2
     assert abs(beyond["place"].value) < 0.1 < beyond["credit"].value
     assert samples == 4 or figures["credit"]["AUROC, largest loss"].value > 0.95
-    gains = {name: of["cosine less uniform's"] for name, of in figures.items()}
+    gains = {name: row["cosine less uniform's"] for name, row in figures.items()}
     assert gains["credit"].value > gains["credit"].half and gains["noise"].value < -gains["noise"].half
     main([str(tmp_path / "seen")])
     rows = [line for line in capsys.readouterr().out.splitlines() if "| follows credit |" in line]
@@ -240,7 +246,7 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
 
 def test_no_figure_where_there_is_no_credit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = planted_figures(planted_lines(tmp_path / "flat.jsonl", 2, flat=True))
-    assert all(np.isnan(of["within, incorrect"].value) for of in figures.values())
+    assert all(np.isnan(row["within, incorrect"].value) for row in figures.values())
     main([str(tmp_path / "seen")])
     assert "within" not in capsys.readouterr().out.split("Within:")[0]
 
@@ -248,24 +254,24 @@ def test_no_figure_where_there_is_no_credit(tmp_path: Path, capsys: pytest.Captu
 def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
     """Beyond place and the cosine, with the errors by leaving out each problem."""
     path = planted_lines(tmp_path / "known.jsonl", 8)
-    shown = planted_figures(path)["swapped"]
+    figures_by_method = planted_figures(path)["swapped"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
 
     def credits_of(line: dict[str, Any], first: int, last: int) -> np.ndarray:
         means = [np.mean([int(digit) for digit in digits[first:last]]) for digits in line["values"]["right"]]
         return np.diff([*means, line["values"]["reward"]])
 
-    def beyond(some: list[dict[str, Any]]) -> float:
+    def beyond(lines_of: list[dict[str, Any]]) -> float:
         cross = norm = square = 0.0
-        for line in some:
-            own = np.array(line["says"]["swapped"][:-1])
-            others = [other["says"]["swapped"][:-1] for other in wrong if other["group"] != line["group"]]
-            alike = [np.array(other) - np.mean(other) for other in others if len(other) == len(own)]
-            left = own - own.mean() - np.mean(alike, axis=0)
+        for line in lines_of:
+            advantages = np.array(line["says"]["swapped"][:-1])
+            peers = [peer["says"]["swapped"][:-1] for peer in wrong if peer["group"] != line["group"]]
+            centred = [np.array(peer) - np.mean(peer) for peer in peers if len(peer) == len(advantages)]
+            beyond_M = advantages - advantages.mean() - np.mean(centred, axis=0)
             halves = [credits_of(line, *part)[:-1] for part in ((0, 4), (4, 8))]
             halves = [half - half.mean() for half in halves]
-            cross += float(left @ credits_of(line, 0, 8)[:-1])
-            norm += float(left @ left)
+            cross += float(beyond_M @ credits_of(line, 0, 8)[:-1])
+            norm += float(beyond_M @ beyond_M)
             square += float(halves[0] @ halves[1])
         return cross / np.sqrt(norm * square)
 
@@ -273,18 +279,18 @@ def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
     groups = sorted({line["group"] for line in wrong})
     without = np.array([beyond([line for line in wrong if line["group"] != group]) for group in groups])
     error = np.sqrt((len(groups) - 1) / len(groups) * ((without - without.mean()) ** 2).sum())
-    assert shown["beyond place, incorrect"].value == pytest.approx(beyond(wrong), rel=1e-5)
-    assert shown["beyond place, incorrect"].error == pytest.approx(error, rel=1e-5)
+    assert figures_by_method["beyond place, incorrect"].value == pytest.approx(beyond(wrong), rel=1e-5)
+    assert figures_by_method["beyond place, incorrect"].error == pytest.approx(error, rel=1e-5)
     cross = norm = square = uniform_cross = uniform_norm = 0.0
     for line in lines:
         lengths = np.diff([*line["values"]["starts"], len(line["response"])])
-        own = np.array(line["says"]["swapped"])
-        base = line["reward"] - np.mean([other["reward"] for other in lines if other["group"] == line["group"]])
-        whole = credits_of(line, 0, 8)
-        cross += float((own * whole * lengths).sum())
-        norm += float((own * own * lengths).sum())
-        uniform_cross += float((base * whole * lengths).sum())
+        advantages = np.array(line["says"]["swapped"])
+        base = line["reward"] - np.mean([peer["reward"] for peer in lines if peer["group"] == line["group"]])
+        credit_J = credits_of(line, 0, 8)
+        cross += float((advantages * credit_J * lengths).sum())
+        norm += float((advantages * advantages * lengths).sum())
+        uniform_cross += float((base * credit_J * lengths).sum())
         uniform_norm += base**2 * lengths.sum()
         square += float((credits_of(line, 0, 4) * credits_of(line, 4, 8) * lengths).sum())
-    wanted = cross / np.sqrt(norm * square) - uniform_cross / np.sqrt(uniform_norm * square)
-    assert shown["cosine less uniform's"].value == pytest.approx(wanted, rel=1e-5)
+    expected = cross / np.sqrt(norm * square) - uniform_cross / np.sqrt(uniform_norm * square)
+    assert figures_by_method["cosine less uniform's"].value == pytest.approx(expected, rel=1e-5)

@@ -36,9 +36,9 @@ def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]) -> 
     numbers = np.random.default_rng(0).random((4 * len(prompts), 24))
     numbers[1::2, 7:] = np.nan
     repeated = [prompt for prompt in prompts for _ in range(4)]
-    whole = sample(model, tokenizer, repeated, np.nan_to_num(numbers, nan=0.5))
+    uncut = sample(model, tokenizer, repeated, np.nan_to_num(numbers, nan=0.5))
     copies = sample(model, tokenizer, prompts, numbers, copies=4)
-    assert copies[::2] == whole[::2] and copies[1::2] == [response[:7] for response in whole[1::2]]
+    assert copies[::2] == uncut[::2] and copies[1::2] == [response[:7] for response in uncut[1::2]]
     assert len({tuple(response) for response in copies[:4:2]}) == 2
 
 
@@ -48,11 +48,11 @@ def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]) -> None:
     options = parser_of("x", None, 3).parse_args(["a", "b", *MODEL])
     prefixes = [tuple(prompt_ids(tokenizer, problem)) for problem in random_problems(5)]
     prefixes[1] += (20, 10, 22)
-    most = [64, 61, 64, 5, 64]
-    drawn = _with_torch(model, tokenizer, options, "x", prefixes, most)
-    again = _with_torch(model, tokenizer, options, "x", prefixes[::-1], most[::-1])[::-1]
-    assert drawn == again and drawn != _with_torch(model, tokenizer, options, "y", prefixes, most)
-    for prefix, longest, responses in zip(prefixes, most, drawn, strict=True):
+    limits = [64, 61, 64, 5, 64]
+    drawn = _with_torch(model, tokenizer, options, "x", prefixes, limits)
+    again = _with_torch(model, tokenizer, options, "x", prefixes[::-1], limits[::-1])[::-1]
+    assert drawn == again and drawn != _with_torch(model, tokenizer, options, "y", prefixes, limits)
+    for prefix, longest, responses in zip(prefixes, limits, drawn, strict=True):
         numbers = np.random.default_rng(seed_of("x", prefix)).random((3, 64))[:, :longest]
         assert responses == sample(model, tokenizer, [list(prefix)] * 3, numbers)
 

@@ -29,7 +29,9 @@ def solutions(path: Path, errors: int = 60, controls: int = 60) -> Path:
     rng = random.Random(0)
     with path.open("w") as file:
         for number in range(errors + controls):
-            steps, value, count = [], rng.randint(1, 9), rng.randint(4, 7)
+            steps = []
+            value = rng.randint(1, 9)
+            count = rng.randint(4, 7)
             wrong = min(max(round(rng.gauss(0.33 * (count - 1), 0.5)), 0), count - 1) if number < errors else None
             for step in range(count):
                 term = rng.randint(1, 9)
@@ -48,8 +50,8 @@ def _wrong(text: str, starts_T: np.ndarray) -> np.ndarray:
     for line in text.splitlines(keepends=True):
         equation = line.split(";")[0]
         if "=" in equation:
-            left, right = equation.split("=")
-            if sum(map(int, left.split("+"))) != int(right):
+            sides, right = equation.split("=")
+            if sum(map(int, sides.split("+"))) != int(right):
                 return ((starts_T >= begun) & (starts_T < begun + len(line))).astype(float)
         begun += len(line)
     return np.zeros(len(starts_T))
@@ -82,7 +84,8 @@ PLANTED: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
 def planted_scores(name: str, r: Rollouts) -> torch.Tensor:
     """By the text of each response alone; writes into all that it gets."""
     assert not r.facts, "labels"
-    texts, scores_BT = TokenTexts(r.tokenizer), torch.zeros(r.mask.shape)
+    texts = TokenTexts(r.tokenizer)
+    scores_BT = torch.zeros(r.mask.shape)
     for row, mask_T in enumerate(r.mask):
         pieces = texts(r.tokens[row, mask_T].tolist())
         values_T = PLANTED[name]("".join(pieces), starts_of(pieces))
@@ -117,11 +120,11 @@ class Praise(AdvantageMethod):
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    before = methods()
+    registry = methods()
     register("planted")(Planted), register("praise")(Praise)
     yield
     METHODS.clear()
-    METHODS.update(before)
+    METHODS.update(registry)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,8 @@ def folder(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
     chosen: dict[str, Method] = {name: Planted(planted=name) for name in PLANTED}
     chosen["praise"] = Praise(planted="perfect")
-    tokenizer, lines = build_tokenizer(), read_responses(solutions(folder / "sums.jsonl"))
+    tokenizer = build_tokenizer()
+    lines = read_responses(solutions(folder / "sums.jsonl"))
     analyze(lines, chosen, folder / "seen", tokenizer, lambda: build_model(tokenizer, 0).eval(), model="m")
     return folder / "seen"
 
@@ -158,15 +162,15 @@ def test_equal_place_follows_from_the_records(folder: Path) -> None:
     figures, _ = summary(results)
     for method in ("noise", "faint", "usual_place"):
         records = results.records[method].values()
-        errors = [one for one in records if one.step is not None]
-        controls = [one.auroc_M for one in records if one.step is None]
+        errors = [record for record in records if record.step is not None]
+        controls = [record.auroc_M for record in records if record.step is None]
         gains = []
         for error in errors:
             steps = len(error.auroc_M)
             apart = sorted(abs(len(control_M) - steps) for control_M in controls)[9]
             near = [control_M for control_M in controls if abs(len(control_M) - steps) <= apart]
             places = [error.step / (steps - 1) * (len(control_M) - 1) for control_M in near]
-            at = [np.interp(place, range(len(one)), one) for place, one in zip(places, near, strict=True)]
+            at = [np.interp(place, range(len(record)), record) for place, record in zip(places, near, strict=True)]
             gains.append(error.auroc_M[error.step] - np.mean(at))
         assert figures[method]["equal place"].value == pytest.approx(np.mean(gains), abs=1e-8)
 
@@ -183,11 +187,12 @@ def test_other_advantages_are_refused(folder: Path, tmp_path: Path) -> None:
 def test_figures_by_hand() -> None:
     """Three steps of two tokens; the fourth holds the answer."""
     values_T = np.array([3.0, 1.0, 3.0, 2.0, 0.0, 1.0, 9.0])
-    step_T, kind_T = np.array([0, 0, 1, 1, 2, 2, 3]), np.array([1, 2, 1, 2, 1, 2, 1])
+    step_T = np.array([0, 0, 1, 1, 2, 2, 3])
+    kind_T = np.array([1, 2, 1, 2, 1, 2, 1])
     label = among(Label(step_T, kind_T, 1), np.arange(7) < 6)
     assert label.step == 1 and label.step_T.tolist() == [0, 0, 1, 1, 2, 2, -1]
-    found = by_step(values_T, label)
-    assert found.tolist() == [0.5, 1, 0]
+    figures = by_step(values_T, label)
+    assert figures.tolist() == [0.5, 1, 0]
     # Steps without a compared token are none; an error among them is no label.
     assert among(Label(step_T, kind_T, 3), np.arange(7) < 6) is None
     assert among(Label(step_T, kind_T, 1), step_T != 0).step == 0
@@ -197,19 +202,21 @@ def test_figures_by_hand() -> None:
 def test_step_figures_are_those_of_plain_loops() -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
-        length, steps = int(rng.integers(8, 30)), int(rng.integers(2, 6))
+        length = int(rng.integers(8, 30))
+        steps = int(rng.integers(2, 6))
         step_T = np.sort(np.concatenate([np.arange(steps), rng.integers(0, steps, length - steps)]))
         values_T = rng.integers(0, 4, length).astype(float)
-        found = by_step(values_T, Label(step_T, step_T))
+        figures = by_step(values_T, Label(step_T, step_T))
         means = [values_T[step_T == step].mean() for step in range(steps)]
         for step in range(steps):
-            others = np.delete(means, step)
-            assert found[step] == pytest.approx(np.mean([(o < means[step]) + (o == means[step]) / 2 for o in others]))
+            peers = np.delete(means, step)
+            assert figures[step] == pytest.approx(np.mean([(o < means[step]) + (o == means[step]) / 2 for o in peers]))
 
 
 def test_intervals_above_controls_hold_the_truth() -> None:
     """95 % of them, where errors and controls are drawn anew and problems repeat."""
-    rng, covered = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    covered = []
     for _ in range(600):
         own_W = rng.normal(0.6, 0.1, 40) + np.repeat(rng.normal(0, 0.1, 20), 2)
         controls_C = rng.normal(0.5, 0.1, 30)
@@ -233,7 +240,8 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
         {"steps": ["1+1=3;", box], "error": 0, "reward": 1},
         {"steps": [box], "error": 0, "reward": 0},
     ]
-    path, tokenizer = tmp_path / "lines.jsonl", build_tokenizer()
+    path = tmp_path / "lines.jsonl"
+    tokenizer = build_tokenizer()
     path.write_text("\n".join(json.dumps({"prompt": "a"} | line) for line in lines))
     responses = read_responses(path)
     methods = {"noise": Planted(planted="noise")}
@@ -243,6 +251,6 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
         **{"errors": 2, "controls": 1, "without an answer": 1, "fewer than two steps to compare": 1},
         **{"no outcome or no first error known": 1, "correct in spite of an error": 1},
     }
-    firsts = {key: (one.step, len(one.auroc_M)) for key, one in results.records[table.PLACE].items()}
+    firsts = {key: (record.step, len(record.auroc_M)) for key, record in results.records[table.PLACE].items()}
     assert firsts == {"1": (1, 3), "2": (1, 3), "3": (None, 2)}
     assert summary(results)[1]["noise"] == table.FEW

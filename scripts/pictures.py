@@ -1,0 +1,63 @@
+"""Make the pictures of the pages: ``python -m scripts.pictures [FOLDER]``, by default docs/images, in about a minute.
+
+They are of the labelled answers in examples/, as README's commands show them: a figure of one response under four
+methods, and the page's rollouts in a headless Chromium (``CHROMIUM``, or on the path).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from grail_advantage import report
+from grail_advantage.analyze.__main__ import main as analyze
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+METHODS = ("grail", "oar_g", "entropy", "uniform")
+FIGURE = ["--figure", "methods", "--step", "0", "--row", "5", "--width", "4.2"]
+OPEN = "#rollout=0.5&token=8"
+
+
+def chromium() -> str | None:
+    """The path of a Chromium; ``None`` without one."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def analysed(folder: Path) -> None:
+    """Look at the labelled answers under four methods."""
+    methods = [argument for name in METHODS for argument in ("--method", name)]
+    analyze([str(ROOT / "examples/labelled.jsonl"), "--model", "tiny", *methods, "--out", str(folder)])
+
+
+def draw(run: Path, folder: Path) -> None:
+    """Draw both pictures of a run into a folder."""
+    from playwright.sync_api import sync_playwright
+
+    report.main([str(run), *FIGURE, "--output", str(folder / "methods.png")])
+    report.main([str(run), "--output", str(run / "report.html")])
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=ARGUMENTS)
+        page = browser.new_page(
+            viewport={"width": 960, "height": 720}, device_scale_factor=1.5, reduced_motion="reduce"
+        )
+        page.goto((run / "report.html").resolve().as_uri() + OPEN)
+        page.wait_for_selector("html[data-ready]")
+        page.get_by_label("Rollouts", exact=True).first.screenshot(path=folder / "report_rollouts.png")
+        browser.close()
+
+
+def main(folder: Path = ROOT / "docs" / "images") -> None:
+    if chromium() is None:
+        sys.exit("no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one")
+    with tempfile.TemporaryDirectory() as run:
+        analysed(Path(run) / "seen")
+        draw(Path(run) / "seen", folder)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
