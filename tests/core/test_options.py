@@ -18,7 +18,7 @@ from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts
 from grail_advantage.maps import MAPS
 from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.weigh import weigh
-from tests.core.common import METHODS, rollouts_of
+from tests.core.common import FITTED, METHODS, rollouts_of
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import encode, tiny_model
 
@@ -124,6 +124,7 @@ TEXTS: dict[str, list[Any]] = {
     "rewards": ["a_turn", ""],
     "privileged_column": ["solution"],
     "request": ["Say {privileged}."],
+    "file": [FITTED["file"]],
 }
 ODD_NUMBERS = {
     "gamma": [0.0, 0.5],
@@ -171,6 +172,7 @@ def options_of(name: str) -> Iterator[tuple[str, Any]]:
 
 def built(name: str, options: Options) -> BaseMethod | None:
     shared = {option: value for option, value in options.items() if option in methods()[name].model_fields}
+    shared = FITTED | shared if name == "fitted" else shared
     try:
         return build(name, shared)
     except ValueError:
