@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 CHARACTERS = sorted(set(string.ascii_letters + string.digits + string.punctuation + " "))
-PAD, END = "<pad>", "<end>"
+PAD = "<pad>"
+END = "<end>"
 TEXTS = ("4+8=12 so\n\nit is \\boxed{12}", "7=3, or \\boxed{4} then", "no answer here, 5=5")
 ROUNDING = 1e-3  # relative, of a pass beside other responses
 LONGER = 5  # tokens of the response that is put beside, more than the others
@@ -101,12 +102,14 @@ def unequal(weighed: Weighed, expected: Weighed, indices: Sequence[int], rtol: f
     """Which results of its first responses are not those of these responses of ``expected``."""
     names = []
     for name in ("weights", "advantages", "scores"):
-        wanted = getattr(expected, name)[indices]
+        expected_values = getattr(expected, name)[indices]
         values = getattr(weighed, name)[: len(indices)]
-        common = min(wanted.shape[1], values.shape[1])
-        beyond = [values[:, common:], wanted[:, common:]]
-        same = torch.allclose(values[:, :common], wanted[:, :common], rtol=rtol, atol=rtol / 10, equal_nan=True)
-        if not same or any(bool(rest.nan_to_num().any()) for rest in beyond):
+        common = min(expected_values.shape[1], values.shape[1])
+        rests = [values[:, common:], expected_values[:, common:]]
+        is_equal = torch.allclose(
+            values[:, :common], expected_values[:, :common], rtol=rtol, atol=rtol / 10, equal_nan=True
+        )
+        if not is_equal or any(bool(rest.nan_to_num().any()) for rest in rests):
             names.append(name)
     return names
 
@@ -115,7 +118,7 @@ def batch_faults(
     run: Callable[[Rollouts], Weighed], r: Rollouts, *, apart: bool = True, rtol: float = ROUNDING
 ) -> Iterator[str]:
     """What else than the response and its prompt's responses decides; ``apart``: also whether other prompts do."""
-    whole = run(r)
+    expected = run(r)
     everything = range(len(r))
     order = everything[::-1]
     longest = int(r.mask.sum(dim=1).argmax())
@@ -138,13 +141,11 @@ def batch_faults(
     }
     if apart and r.groups is not None:
         for group in r.groups.unique().tolist():
-            own = (r.groups == group).nonzero().flatten().tolist()
-            batches[f"without other prompts' responses (if it compares them, say whole_batch = True), {group}"] = (
-                part(r, own),
-                own,
-            )
+            indices = (r.groups == group).nonzero().flatten().tolist()
+            circumstance = f"without other prompts' responses (if it compares them, say whole_batch = True), {group}"
+            batches[circumstance] = (part(r, indices), indices)
     for circumstance, (batch, indices) in batches.items():
-        names = unequal(run(batch), whole, list(indices), rtol)
+        names = unequal(run(batch), expected, list(indices), rtol)
         if names:
             yield f"{', '.join(names)} are others {circumstance}"
 
@@ -156,17 +157,17 @@ def faults(method: BaseMethod, r: Rollouts, model: PreTrainedModel) -> list[str]
         return weigh(rollouts, method, PlainHost(model, rollouts))
 
     try:
-        whole = run(r)
+        expected = run(r)
         sentences = list(batch_faults(run, r, apart=not getattr(method, "whole_batch", False)))
     except Exception as error:  # any, of the method's own code
         return [f"it raises {type(error).__name__}: {error}"]
-    failed = whole.failed.nonzero().flatten().tolist()
+    failed = expected.failed.nonzero().flatten().tolist()
     if failed:
         sentences.append(
             f"a score of responses {failed} is not finite: columns are NaN on a tool's tokens and after the end; "
             "take a score there from something else (r.written says where the model wrote)"
         )
-    if torch.equal(whole.weights, r.mask.float()) and not whole.gave_advantages:
+    if torch.equal(expected.weights, r.mask.float()) and not expected.gave_advantages:
         sentences.append("every weight is 1: nothing was tried; give options that make it do something")
     return sentences
 
@@ -179,9 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--options", type=json.loads, default={}, help="of the methods, as JSON: %(metavar)s", metavar='{"weight": 3}')
     add("--field", action="append", default=[], metavar="NAME=JSON", help="a response's value of field:NAME")
     args = parser.parse_args(argv)
-    before = dict(methods())
+    registered_before = dict(methods())
     runpy.run_path(str(args.file), run_name=args.file.stem)
-    registered = [name for name, cls in METHODS.items() if before.get(name) is not cls]
+    registered = [name for name, cls in METHODS.items() if registered_before.get(name) is not cls]
     if not registered:
         complain("check", f"{args.file} registers no method; put @register('a_name') on its class")
         return 1

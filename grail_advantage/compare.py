@@ -26,7 +26,7 @@ Figures = dict[str, dict[int, float]]
 
 
 class Difference(NamedTuple):
-    """A side's mean less the other's at a step, over paired seeds."""
+    """A side's mean less the baseline's at a step, over paired seeds."""
 
     step: int
     means: tuple[float, float]
@@ -106,15 +106,15 @@ def read_side(runs: Sequence[str]) -> dict[int, tuple[str, Figures]]:
 
 def refuse_copies(runs: Sequence[tuple[str, Figures]]) -> None:
     """ValueError: two runs are one, as all figures but times are equal; a seed or a method did not arrive."""
-    for (name, figures), (other_name, other_figures) in itertools.combinations(runs, 2):
+    for (name, figures), (second_name, second_figures) in itertools.combinations(runs, 2):
         names = [
             key
-            for key in figures.keys() | other_figures.keys()
+            for key in figures.keys() | second_figures.keys()
             if not re.match("timing|perf|.*(runtime|per_second)", key)
         ]
-        if names and all(figures.get(key) == other_figures.get(key) for key in names):
+        if names and all(figures.get(key) == second_figures.get(key) for key in names):
             raise ValueError(
-                f"{name} and {other_name} have the same figures at every step: one run twice, or its seed did not arrive"
+                f"{name} and {second_name} have the same figures at every step: one run twice, or its seed did not arrive"
             )
 
 
@@ -129,19 +129,19 @@ def metric_of(runs: Sequence[tuple[str, Figures]]) -> str:
 
 
 def differences(
-    side: Sequence[dict[int, float]], other: Sequence[dict[int, float]], steps: Sequence[int]
+    side: Sequence[dict[int, float]], baseline: Sequence[dict[int, float]], steps: Sequence[int]
 ) -> list[Difference]:
     """The paired differences at each step, with Student's intervals."""
     rows = []
     for step in steps:
         values = [run[step] for run in side]
-        other_values = [run[step] for run in other]
-        pairs = [value - other_value for value, other_value in zip(values, other_values, strict=True)]
+        baseline_values = [run[step] for run in baseline]
+        pairs = [value - baseline_value for value, baseline_value in zip(values, baseline_values, strict=True)]
         deviation = statistics.stdev(pairs) if len(pairs) > 1 else math.nan
         half = (
             student_quantile(0.975, len(pairs) - 1) * deviation / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
         )
-        means = (statistics.fmean(values), statistics.fmean(other_values))
+        means = (statistics.fmean(values), statistics.fmean(baseline_values))
         rows.append(Difference(step, means, statistics.fmean(pairs), deviation, half))
     return rows
 
@@ -160,8 +160,8 @@ def verdict(rows: Sequence[Difference], seeds: Sequence[int]) -> list[str]:
             "One seed each says nothing: two runs of one method differ, too, and by how much is not known here. Two "
             "seeds give an interval, five a useful one."
         ]
-    shown = abs(last.value) > last.half
-    outcome = "the interval excludes 0" if shown else "no difference is shown"
+    excludes_zero = abs(last.value) > last.half
+    outcome = "the interval excludes 0" if excludes_zero else "no difference is shown"
     lines = [f"Step {last.step}: {outcome}. Nothing is corrected for several looks."]
     if last.deviation > 0:
         needed = ", ".join(f"{count} seeds {smallest_shown(last.deviation, count):.3g}" for count in COUNTS)
@@ -213,12 +213,12 @@ def drawn(rows: Sequence[Difference]) -> str:
 def compared(args: argparse.Namespace, against: Sequence[str]) -> tuple[list[str], str]:
     """The lines and the page's section of one comparison. ValueError as the parts say."""
     side = read_side(args.runs)
-    other = read_side(against)
-    seeds = sorted(side.keys() & other.keys())
-    runs = [side[seed] for seed in seeds] + [other[seed] for seed in seeds]
+    baseline = read_side(against)
+    seeds = sorted(side.keys() & baseline.keys())
+    runs = [side[seed] for seed in seeds] + [baseline[seed] for seed in seeds]
     if not seeds:
-        raise ValueError(f"no seed is on both sides: {sorted(side)} and {sorted(other)}")
-    refuse_copies([*side.values(), *other.values()])
+        raise ValueError(f"no seed is on both sides: {sorted(side)} and {sorted(baseline)}")
+    refuse_copies([*side.values(), *baseline.values()])
     lines = []
     sections = ""
     for metric in args.metric or [metric_of(runs)]:
@@ -232,7 +232,7 @@ def compared(args: argparse.Namespace, against: Sequence[str]) -> tuple[list[str
             raise ValueError(f"{metric}: not all runs have the steps {steps or ''}; all have {common[:40]}")
         rows = differences(curves[: len(seeds)], curves[len(seeds) :], steps)
         title = f"{metric}, A - B, paired by seed: {', '.join(map(str, seeds))}"
-        left_out = sorted(side.keys() ^ other.keys())
+        left_out = sorted(side.keys() ^ baseline.keys())
         words = verdict(rows, seeds)
         if left_out:
             words.append(f"Left out, as only one side has them: seeds {', '.join(map(str, left_out))}.")
@@ -251,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.compare", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("runs", nargs="+", metavar="A", help="folders or files of metrics; the seed is SEED=PATH or seedN in the path")
-    add("--against", nargs="+", action="append", required=True, metavar="B", help="other runs; may be repeated")
+    add("--against", nargs="+", action="append", required=True, metavar="B", help="baseline runs; may be repeated")
     add("--metric", action="append", help="default: held-out accuracy, else the training reward")
     add("--step", type=int, nargs="+", help="default: four of those that all runs have")
     add(

@@ -304,7 +304,7 @@ def published() -> list[str]:
     """Returns the published values that are not simply the same here, and what ``like=corrected`` has instead."""
     rows = []
     for group, settings in PUBLISHED.items():
-        rows.append([f"*{group}*", "", "", "", ""])
+        first = len(rows)
         for setting in settings:
             corrected, _, why = setting.corrected.partition(": ")
             if setting.value is None and not corrected and not setting.why:
@@ -314,6 +314,8 @@ def published() -> list[str]:
                 ours = f"{ours}: {shown(setting.value)}"
             theirs = f"`{shown(setting.theirs)}` ({setting.place})"
             rows.append([setting.name, theirs, ours, corrected, why or setting.why])
+        if len(rows) > first:
+            rows.insert(first, [f"*{group}*", "", "", "", ""])
     return table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows)
 
 

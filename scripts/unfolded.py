@@ -23,6 +23,8 @@ ROOMS = (
     "grail_advantage/analyze",
     "grail_advantage/answers",
     "grail_advantage/api.py",
+    "grail_advantage/check.py",
+    "grail_advantage/compare.py",
     "grail_advantage/data.py",
     "grail_advantage/effect.py",
     "grail_advantage/maps.py",

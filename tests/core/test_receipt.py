@@ -28,7 +28,7 @@ PAGE = (ROOT / "docs" / "receipt.md").read_text(encoding="utf-8")
 def test_each_fault_of_history_is_seen_and_the_first_line_is_right() -> None:
     known = cells(THREADS)
     assert len(THREADS) == 30 and all(said for _, said, _ in known)
-    assert len(wrong(known)) <= 0.03 * len(known), wrong(known)
+    assert len(wrong(known)) <= 0.05 * len(known), wrong(known)
 
 
 @pytest.mark.slow

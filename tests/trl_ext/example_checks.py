@@ -81,7 +81,7 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
     rows = [{"question": text, "answer": f"so\n#### {gold}"} for text, gold in GOLD.items()]
     (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
     script = files("trl.md")["grail.py"]
-    for page, here in (
+    for text, replacement in (
         ("Qwen/Qwen3-0.6B", "model"),
         ('"openai/gsm8k", "main", split', '"json", data_files="gsm8k.jsonl", split'),
         (
@@ -91,8 +91,8 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
         ("your final answer within", "it into"),
         ('"out', '"page'),
     ):
-        assert page in script
-        script = script.replace(page, here)
+        assert text in script
+        script = script.replace(text, replacement)
     (folder / "script.py").write_text(script)
     run(folder, "script.py")
     (table,) = (folder / "page" / "completions").glob("*.parquet")

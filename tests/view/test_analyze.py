@@ -416,8 +416,8 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     )
     call("h.jsonl", "--method", "grail", "--out", "boxed")
     assert "--answer=hashes" in capsys.readouterr().err
-    both = [{"prompt": "Two?", "response": text} for text in ("So #### 42", r"So \boxed{42}", "So #### 43")]
-    Path("m.jsonl").write_text("\n".join(map(json.dumps, both)))
+    mixed = [{"prompt": "Two?", "response": text} for text in ("So #### 42", r"So \boxed{42}", "So #### 43")]
+    Path("m.jsonl").write_text("\n".join(map(json.dumps, mixed)))
     call("m.jsonl", "--method", "grail", "--out", "mixed")
     assert "1 of 3 responses have an answer" in capsys.readouterr().err, "and two have one in another format"
     call("h.jsonl", "--method", "grail", "--answer", "hashes", "--out", "hashes")
