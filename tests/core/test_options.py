@@ -108,7 +108,6 @@ CONTEXTS: dict[str, list[Options]] = {
     "shrink": [{"separator": " "}],
     "lam_steps": [{}],
     "leaf": [{"gate": "all"}],
-    "negative_only": [{}],
     "iterations": [{"window": 8, "stride": 4, "epsilon": 0.01, "tolerance": 1e-6}],
     "tolerance": [{"window": 8, "stride": 4, "epsilon": 0.01}],
     "epsilon": [{}, {"window": 8, "stride": 4}],
