@@ -36,6 +36,7 @@ SELECTED = 0.35
 """Share of the responses with an advantage that needs scores."""
 ZERO_ADVANTAGE = (0.0, 0.25, 0.5, 0.75)
 """Shares of responses without an advantage."""
+UNMEASURED = ("fitted", "progress_advantage")  # they need a fit to values, and a reference model
 
 
 class Variant(NamedTuple):
@@ -130,8 +131,9 @@ def of_methods(worker: Any, setup: Setup, repeats: int) -> dict[str, dict[str, A
     from benchmarks.verl_host import VerlHost
 
     host = VerlHost(worker, setup.rollouts(round(SELECTED * setup.rows)))
-    steps = timer.in_turn({name: partial(run_step, host, Variant(name)) for name in methods()}, repeats)
-    figures = compared({name: [repeat[name] for repeat in steps] for name in methods()})
+    names = [name for name in methods() if name not in UNMEASURED]
+    steps = timer.in_turn({name: partial(run_step, host, Variant(name)) for name in names}, repeats)
+    figures = compared({name: [repeat[name] for repeat in steps] for name in names})
     return {name: {"rows": len(host.selected(build(name))), **figure} for name, figure in figures.items()}
 
 

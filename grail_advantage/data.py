@@ -320,7 +320,7 @@ class Rollouts:
         bounds = torch.zeros(len(self), 3, dtype=torch.int64, device="cpu")
         for bounds_3, span in zip(bounds, self.answers, strict=True):
             if span is not None:
-                bounds_3[:] = torch.tensor((span.start, span.content_start, span.content_end))
+                bounds_3[:] = torch.tensor((span.start, span.content_start, span.content_end), device="cpu")
         return bounds
 
     @cached_property

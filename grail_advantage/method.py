@@ -313,7 +313,7 @@ class AdvantageMethod(BaseMethod):
     selected has its own advantage on every token."""
 
     span: ClassVar[Span] = "last"  # type: ignore[misc]
-    control: Control = option(
+    control: Literal["none", "shuffled"] = option(
         "none",
         "shuffled: the same advantages, on other steps (runs of equal ones) of the same response before its answer",
     )

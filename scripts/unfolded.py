@@ -10,7 +10,6 @@ from pathlib import Path
 
 # Folders and files that hold it; one that is unfolded gets a line here.
 ROOMS = (
-    ":!grail_advantage/methods/fitted.py",
     ":!grail_advantage/methods/sessions.py",  # a session's field and an argument are called `before`
     ":!grail_advantage/methods/turn_lists.py",
     ":(glob)tests/*.py",
@@ -30,7 +29,6 @@ ROOMS = (
     "grail_advantage/maps.py",
     "grail_advantage/method.py",
     "grail_advantage/methods",
-    "grail_advantage/methods/fitted.py",
     "grail_advantage/metrics.py",
     "grail_advantage/model",
     "grail_advantage/receipt",

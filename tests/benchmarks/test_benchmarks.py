@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import timer
-from benchmarks.bench_training_step import Seconds, compared
+from benchmarks.bench_training_step import UNMEASURED, Seconds, compared
 from grail_advantage.method import methods
 from tests import forked
 
@@ -50,7 +50,9 @@ def test_the_benchmark_of_methods_runs(tmp_path: Path) -> None:
     done = forked.run("benchmarks.bench_training_step", "methods", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads((tmp_path / "methods.json").read_text())["methods"]
-    assert figures.keys() == methods().keys() and all(figure["ratio"] > 0 for figure in figures.values())
+    assert figures.keys() == methods().keys() - set(UNMEASURED) and all(
+        figure["ratio"] > 0 for figure in figures.values()
+    )
     assert f"| grail | {figures['grail']['rows']} | " in done.stdout
 
 
