@@ -304,27 +304,37 @@ def test_a_loss_that_is_watched_gives_the_same_and_its_narrow_micro_batches_are_
 
 
 def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was written is read again, and the exit status tells faults; of a loss without a formula nothing is claimed."""
-    given = rollout(44, epochs=2, drift=0.5, responses=64)
-    receipts = {
-        "clean": (receipt_of(given), "ppo"),
-        "fault": (receipt_of(given, times=0.5), "ppo"),
-        "unknown": (receipt_of(given, verl_loss("my_loss", "token-mean"), times=-3.0), "my_loss"),
-    }
-    for name, (receipt, loss) in receipts.items():
+    """What was written is read again, and the exit status tells faults and a run that did not train; of a loss without a
+    formula nothing is claimed. JSON is strict."""
+    loop = rollout(44, epochs=2, drift=0.5, responses=64)
+    idle = replace(loop, batch=replace(loop.batch, advantages_BT=torch.zeros_like(loop.batch.advantages_BT)))
+    broken = [replace(piece, gradient_bT=piece.gradient_bT * math.nan) for piece in train(loop)]
+    unknown = verl_loss("my_loss", "token-mean")
+    for name, receipt, loss, status, on_note in (
+        ("clean", receipt_of(loop), "ppo", 0, 0),
+        ("fault", receipt_of(loop, times=0.5), "ppo", 1, 1),
+        ("unknown", receipt_of(loop, unknown, times=-3.0), "my_loss", 0, 1),
+        ("idle", receipt_of(idle), "ppo", 1, 1),
+        ("broken", check(loop.batch, TOKEN_MEAN, broken), "ppo", 1, 1),
+    ):
         path = tmp_path / name
         write(path, receipt, loss, 3)
-        assert main([str(path)]) == (1 if name == "fault" else 0)
-        assert main([str(path), "--fail-on", "note"]) == (0 if name == "clean" else 1)
+        assert main([str(path)]) == status
+        assert ("NOTHING TRAINED" in capsys.readouterr().out) == (receipt.trained == 0) == (name in ("idle", "broken"))
+        assert main([str(path), "--fail-on", "note"]) == on_note
         assert main([str(path), "--fail-on", "nothing"]) == 0
         (record,) = read(path, [])
-        assert record["tokens"] == int(given.batch.mask_BT.sum()) and record["responses"] == [64, 64]
+        assert record["tokens"] == int(loop.batch.mask_BT.sum()) and record["responses"] == [64, 64]
         assert record["clipped"] == receipt.clipped and (receipt.clipped is None) == (name == "unknown")
-        assert [Finding.from_dict(each) for each in record["findings"]] == list(receipt.findings)
+        if name == "broken":
+            continue
+        assert [Finding.from_dict(finding) for finding in record["findings"]] == list(receipt.findings)
     capsys.readouterr()
-    assert main([str(tmp_path / "fault"), "--json"]) == 1
-    (line,) = json.loads(capsys.readouterr().out)["findings"]
+    assert main([str(tmp_path / "fault"), "--json"]) == main([str(tmp_path / "broken"), "--json"]) == 1
+    fault, not_finite = capsys.readouterr().out.split("\n}\n{")
+    (line,) = json.loads(f"{fault}}}")["findings"]
     assert line["mismatch"] and line["low"] == pytest.approx(0.5)
+    assert ": NaN" not in not_finite and '"received": null' in not_finite
     (tmp_path / "nothing").write_text('{"step": 3}\nno json\n')
     assert main([str(tmp_path / "nothing")]) == main([str(tmp_path / "gone")]) == 2
 

@@ -20,7 +20,7 @@ from grail_advantage.dump import (
     write_step,
 )
 from grail_advantage.receipt import Finding, Receipt
-from grail_advantage.receipt.report import NOTHING, read, run_receipt, write
+from grail_advantage.receipt.report import NOTHING, run_receipt, write
 from grail_advantage.receipt.report import main as own_main
 from grail_advantage.view.receipt import main
 from tests.dumps import dump_row, received_header, table_of
@@ -131,11 +131,6 @@ class TestCommand:
         assert own_main([str(path)]) == main([str(path)]) == 1
         whole, again = capsys.readouterr().out.split("Receipt of ")[1:]
         assert whole == again and "a_1_0, token 3" in whole and "ppo" in whole
-        with path.open("a") as file:
-            file.write('{"step": 3}\nno json\n')
-        problems: list[str] = []
-        assert len(read(path, problems)) == 2 and len(problems) == 1
-        assert own_main([str(path), "--fail-on", "nothing"]) == NOTHING
 
     def test_nothing_to_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([str(tmp_path)]) == NOTHING
