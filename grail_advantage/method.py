@@ -295,6 +295,7 @@ class Method(BaseMethod):
     def select(self, r: Rollouts) -> Tensor:
         if self.whole_batch:
             return r.valid
+        # A weight times an advantage of 0 is 0, whatever the weight.
         chosen = self.inside_gate(r) & (r.advantages != 0) & r.valid
         if self.needs_answer:
             chosen &= r.answered
