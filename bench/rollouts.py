@@ -31,7 +31,7 @@ Draw = Callable[[Sequence[Prefix], Sequence[int]], list[list[list[int]]]]
 """Takes token ids, and how many tokens may follow each; gives the token ids of as many responses as ``--samples``."""
 
 
-def parser_of(command: str, description: str | None, samples: int) -> argparse.ArgumentParser:
+def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     """The options of every command that samples."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"python -m bench {command}", description=description, formatter_class=layout)
@@ -39,7 +39,7 @@ def parser_of(command: str, description: str | None, samples: int) -> argparse.A
     add("file", type=Path)
     add("out", type=Path)
     add("--model", required=True, help="as of grail_advantage.analyze")
-    add("--samples", type=int, default=samples, help="responses drawn from each beginning (default: %(default)s)")
+    add("--samples", type=int, default=8, help="responses drawn from each beginning (default: %(default)s)")
     add("--length", type=int, required=True, help="most tokens of a response")
     add("--temperature", type=float, default=1.0)
     add("--reward", default="grail_advantage.reward:compute_score", help="MODULE:FUNCTION, as verl's compute_score")

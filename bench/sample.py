@@ -35,7 +35,7 @@ def questions_in(name: Path, count: int) -> list[tuple[str, str, str]]:
 
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench sample QUESTIONS OUT --model NAME --length N``; ValueError for an option that is not usable."""
-    parser = parser_of("sample", __doc__, samples=8)
+    parser = parser_of("sample", __doc__)
     parser.add_argument("--problems", type=int, default=200, help="questions, drawn at random (default: %(default)s)")
     options = parser.parse_args(arguments)
     settings = settings_of(options, questions=files_digest(str(options.file)))

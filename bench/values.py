@@ -30,7 +30,7 @@ TOGETHER = 32  # responses between two writes
 
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench values FILE OUT --model NAME --length N``; ValueError for lines or options that are not usable."""
-    parser = parser_of("values", __doc__, samples=8)
+    parser = parser_of("values", __doc__)
     parser.add_argument(
         "--separator", default=r"\n+", help="regular expression that ends a step (default: %(default)s)"
     )

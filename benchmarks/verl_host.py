@@ -24,7 +24,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from benchmarks import timer
 from benchmarks.setup import Setup, random_model, release
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Row, RowScores, Weighed
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, Row, RowScores, Weighed
 from grail_advantage.method import BaseMethod
 from grail_advantage.verl_ext.exchange import (
     LEAVE_OUT,
@@ -108,7 +108,8 @@ class VerlHost:
         return weigh(self._rollouts, method, self)
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
-        fields = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}
+        # For a reference the policy serves: its values do not matter here.
+        fields = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy", REF_LOG_PROBS: "log_probs"}
         mask = nested(list(self._rollouts.mask))
         columns = {name: response_from_nested(self._output[fields[name]], mask) for name in names}
         return {name: column.to_padded_tensor(0.0).float() for name, column in columns.items()}

@@ -237,6 +237,7 @@ class Rollouts:
             raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
         has_begun = marked.cumsum(dim=-1) > 0
         goes_on = marked.flip(-1).cumsum(dim=-1).flip(-1) > 0
+        # From the first marked token to the last: what a tool wrote between them is part of the response.
         is_response = has_begun & goes_on & attended
         is_prompt = attended & ~has_begun
         lengths = is_response.sum(dim=-1, keepdim=True)
@@ -320,7 +321,7 @@ class Rollouts:
         bounds = torch.zeros(len(self), 3, dtype=torch.int64, device="cpu")
         for bounds_3, span in zip(bounds, self.answers, strict=True):
             if span is not None:
-                bounds_3[:] = torch.tensor((span.start, span.content_start, span.content_end))
+                bounds_3[:] = torch.tensor((span.start, span.content_start, span.content_end), device="cpu")
         return bounds
 
     @cached_property
@@ -353,6 +354,7 @@ class Rollouts:
             lacks += ["tokenizer"]
         if lacks:
             raise ValueError(f"{method.name} reads {', '.join(sorted(lacks))}, which the rollouts lack; pass them")
+        # Masked responses stay in the batch: others of their group may be compared with them.
         masked = ~within_range(self.advantages)
         if self.masked is not None:
             masked = masked | self.masked

@@ -286,6 +286,7 @@ class DumpFile:
         received = RECEIVED_SCHEMA.empty_table()
         if path.exists():
             received = _read(path, "received", ["key", *names_received], self.problems)
+        # Responses that no update took have no row there, and null in these columns.
         rows = pc.index_in(table["key"], received["key"].combine_chunks())
         joined = table
         for name in names_received:

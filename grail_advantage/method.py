@@ -295,6 +295,7 @@ class Method(BaseMethod):
     def select(self, r: Rollouts) -> Tensor:
         if self.whole_batch:
             return r.valid
+        # A weight times an advantage of 0 is 0, whatever the weight.
         chosen = self.inside_gate(r) & (r.advantages != 0) & r.valid
         if self.needs_answer:
             chosen &= r.answered
@@ -313,7 +314,7 @@ class AdvantageMethod(BaseMethod):
     selected has its own advantage on every token."""
 
     span: ClassVar[Span] = "last"  # type: ignore[misc]
-    control: Control = option(
+    control: Literal["none", "shuffled"] = option(
         "none",
         "shuffled: the same advantages, on other steps (runs of equal ones) of the same response before its answer",
     )

@@ -80,6 +80,7 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
         return {}
     size = r.advantages.double().abs().numpy()  # |A|
     if w.gave_advantages:
+        # |A_t| takes the place of the weight, and a response's scale is 1 where anything of it trains.
         weight = w.advantages.abs().double().numpy()
         scale = (weight != 0).any(axis=1).astype(np.float64)
         has_weight_one = (w.advantages == r.advantages[:, None].float()).numpy()

@@ -148,6 +148,7 @@ def analyze(
         **(provenance or {}),
         "responses": digest(json.dumps([values, list(map(repr, responses))])),
     }
+    # As the file gives it back, with lists for tuples, to be compared with that.
     record = _record_for(folder, json.loads(json.dumps(about)))
     texts = TokenTexts(tokenizer)
     rollouts = _rollouts(responses, values, chosen, tokenizer, texts, answer)
@@ -160,6 +161,7 @@ def analyze(
         complain("analyze", f"{share} {advice(answer, rollouts.responses, tokenizer, '--answer')}")
     written = set(read_dump(folder).steps)
     parts = [(number, part) for number, part in enumerate(parts_of(responses)) if number not in written]
+    # No model is loaded for an analysis that is complete.
     if parts:
         loaded = load()
         check_fits(loaded, rollouts)
@@ -184,6 +186,7 @@ def analyze(
         r = replace(r, columns=columns)
         weighed = {}
         for name, method in chosen.items():
+            # A method may draw from any of the three; a file that is written again has the same numbers.
             random.seed(number)
             np.random.seed(number)
             torch.manual_seed(number)

@@ -135,20 +135,6 @@ class Rlsd(Privileged, Method):
         ge=0,
     )
     epsilon: float = option(0.2, "how far the ratio of the probabilities may be from 1", gt=0, le=1)
-    negative_only: bool = option(False, "whether responses with a positive advantage have weight 1; sets gate to wrong")
-
-    @classmethod
-    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        if options.get("negative_only") is True and options.get("gate") in (None, "all"):
-            return options | {"gate": "wrong"}
-        return options
-
-    def check(self) -> None:
-        super().check()
-        if self.negative_only and self.gate == "correct":
-            raise ValueError(
-                f"{self.section}.gate=correct and negative_only=true leave no response; leave one of them out"
-            )
 
     def lam_at(self, step: int) -> float:
         return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam

@@ -184,7 +184,7 @@ def check_spelling(name: str) -> None:
     meant = [estimator for estimator in methods() if sorted(filter(str.isalnum, estimator)) == letters]
     near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
     if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
-        meant += near
+        meant += difflib.get_close_matches(name.lower(), near, cutoff=0.85)  # turn_ppo is not turn_grpo
     if meant:
         raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; is {meant[0]} meant?{failure_message()}")
     if FAILURES:

@@ -45,7 +45,7 @@ def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]) -> 
 def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]) -> None:
     """Each by a plain call of the sampler, in any order and with any other length beside it."""
     tokenizer, model = tiny
-    options = parser_of("x", None, 3).parse_args(["a", "b", *MODEL])
+    options = parser_of("x", None).parse_args(["a", "b", *MODEL, "--samples", "3"])
     prefixes = [tuple(prompt_ids(tokenizer, problem)) for problem in random_problems(5)]
     prefixes[1] += (20, 10, 22)
     limits = [64, 61, 64, 5, 64]

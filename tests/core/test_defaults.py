@@ -69,8 +69,9 @@ def batches() -> list[tuple[Rollouts, torch.Tensor]]:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_weighs_the_same(name: str) -> None:
     options: list[dict[str, Any]] = [{}]
-    if "control" in methods()[name].model_fields:
-        options += [{"control": "shuffled"}, {"normalize_mass": True}]
+    for option, value in (("control", "shuffled"), ("normalize_mass", True)):
+        if option in methods()[name].model_fields:
+            options.append({option: value})
     if "reshaper" in methods()[name].model_fields:
         options += [{"reshaper": reshaper} for reshaper in MAPS]
     for number, (r, of_pass) in enumerate(batches()):

@@ -65,7 +65,7 @@ class PlainOar:
         port = options["variant"] == "grail_port"
         noisy = range(start - 1, len(ids) - 1) if port else range(start, start + span[0])
         content = str(ids[: start + span[3]]).strip("[]").replace(" ", "")
-        digest = hashlib.sha256(f"{options['noise_seed']}/0/{content}".encode()).digest()
+        digest = hashlib.sha256(f"{options['noise_seed']}/{STEP}/{content}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         clean = self.embed(ids)
         shaken = clean.clone()
@@ -122,6 +122,7 @@ def row_weights(method: str, scores: list[float], span: Span | None, advantage: 
 
 
 METHODS = ("gradient", "perturbation")
+STEP = 3  # each has noise of its own
 VARIANTS = ("official", "grail_port")
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 """The first block sees everything, the others the last six positions: a cache that cannot be shared."""
@@ -144,7 +145,7 @@ def assert_matches(
     tolerance = {"gradient": 1e-3, "perturbation": 1e-5}[method]
     config = Oar(method, **options)
     batch = make_batch(rollouts, padding)
-    got = compute(model, batch, config)
+    got = compute(model, batch, config, step=STEP)
     options = {**DEFAULTS, **options}
     assert set(options) == set(DEFAULTS)
     values = batch.of_responses(got.weights), batch.of_responses(got.scores), got.spans

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts, Weighed
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, Weighed
 from grail_advantage.maps import MAPS
 from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.weigh import weigh
-from tests.core.common import METHODS, rollouts_of
+from tests.core.common import FITTED, METHODS, rollouts_of
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import encode, tiny_model
 
@@ -63,7 +63,7 @@ def batch() -> Rollouts:
     )
     draw = torch.Generator().manual_seed(0)
     low, high = torch.rand((2, *r.mask.shape), generator=draw).unbind()
-    return replace(r, columns={OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high})
+    return replace(r, columns={OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high, REF_LOG_PROBS: -2 * high})
 
 
 COLUMNS = {"reward_model": {"style": "rule", "ground_truth": "4"}, "solution": "2 and 2 are 4"}
@@ -104,11 +104,10 @@ CONTEXTS: dict[str, list[Options]] = {
     "share": [{"threshold": 20.0}],
     "strength": [{"threshold": 20.0}],
     "normalize_mass": [{}, {"gate": "all", "reshaper": "top"}, {"threshold": 20.0}],
-    "control": [{}, {"gate": "all"}, {"threshold": 20.0}],
+    "control": [{}, {"gate": "all"}, {"threshold": 20.0}, {"separator": " "}],
     "shrink": [{"separator": " "}],
     "lam_steps": [{}],
     "leaf": [{"gate": "all"}],
-    "negative_only": [{}],
     "iterations": [{"window": 8, "stride": 4, "epsilon": 0.01, "tolerance": 1e-6}],
     "tolerance": [{"window": 8, "stride": 4, "epsilon": 0.01}],
     "epsilon": [{}, {"window": 8, "stride": 4}],
@@ -124,6 +123,7 @@ TEXTS: dict[str, list[Any]] = {
     "rewards": ["a_turn", ""],
     "privileged_column": ["solution"],
     "request": ["Say {privileged}."],
+    "file": [FITTED["file"]],
 }
 ODD_NUMBERS = {
     "gamma": [0.0, 0.5],
@@ -171,6 +171,7 @@ def options_of(name: str) -> Iterator[tuple[str, Any]]:
 
 def built(name: str, options: Options) -> BaseMethod | None:
     shared = {option: value for option, value in options.items() if option in methods()[name].model_fields}
+    shared = FITTED | shared if name == "fitted" else shared
     try:
         return build(name, shared)
     except ValueError:
@@ -233,7 +234,10 @@ def columns_like(responses: Any) -> Options:
     """Masks and columns of responses of these lengths."""
     width = max(map(len, responses), default=0)
     mask = torch.arange(width) < torch.tensor([[len(row)] for row in responses])
-    columns = {name: torch.full(mask.shape, sign * 0.5) for name, sign in ((OLD_LOG_PROBS, -1), (ENTROPY, 1))}
+    columns = {
+        name: torch.full(mask.shape, sign * 0.5)
+        for name, sign in ((OLD_LOG_PROBS, -1), (ENTROPY, 1), (REF_LOG_PROBS, -1))
+    }
     return {"mask": mask, "written": mask, "columns": columns}
 
 

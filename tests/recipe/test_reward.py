@@ -82,11 +82,12 @@ def test_the_table_of_verdicts() -> None:
 
 
 @pytest.mark.slow
-def test_random_answers_and_the_same_changed_in_one_place() -> None:
+@pytest.mark.parametrize(("half", "count"), [(0, 402), pytest.param(1, 399, marks=pytest.mark.nightly)])
+def test_random_answers_and_the_same_changed_in_one_place(half: int, count: int) -> None:
     """240 expressions in ten styles, whose values were compared at two points modulo a prime in which -1 has a root, and
     150 numbers, lists, sets and tuples of fractions: no judge computed what is right. The normal form is its own."""
-    cases = [case for row in rows_of(HERE / "verdict_properties.jsonl") for case in cases_of(row)]
-    assert len(cases) == 801 and misjudged(cases) == []
+    cases = [case for row in rows_of(HERE / "verdict_properties.jsonl")[half::2] for case in cases_of(row)]
+    assert len(cases) == count and misjudged(cases) == []
     texts = {normal(text) for gold, box, _ in cases for text in (gold, box)}
     assert [text for text in texts if normal(text) != text] == []
 

@@ -30,7 +30,18 @@ from tests.core.common import rollouts_of
 from tests.core.tiny_models import char_tokenizer, encode, tiny_model
 from tests.trl_ext.world import MICRO, TEMPERATURE, build, mismatches, new_model, parameters, trained
 
-METHODS = ["uniform", "grail", "grail_robust", "oar_g", "step_values", "high_entropy", "stare", "shear", "turn_rloo"]
+METHODS = [
+    "uniform",
+    "grail",
+    "grail_robust",
+    "oar_g",
+    "step_values",
+    "high_entropy",
+    "stare",
+    "shear",
+    "turn_rloo",
+    "fitted",
+]
 """A pass, sequences, text, columns, the whole batch, turns; the others' numbers are the core's."""
 GOLD = {hosts.SUM: "5", hosts.NINE: "9"}
 

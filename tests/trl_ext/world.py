@@ -36,8 +36,8 @@ TEMPERATURE = WORLD["settings"]["temperature"]
 MICRO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
 """A generation batch of 8 responses in four micro-batches, for two updates."""
 OF_PAGE: dict[str, Any] = {}
-for _text in documentation.files("trl.md").values():
-    exec(_text, OF_PAGE)
+for _name in ("guess.py", "judge.py"):
+    exec(documentation.files("trl.md")[_name], OF_PAGE)
 Guess = OF_PAGE["Guess"]
 judge = OF_PAGE["judge"]
 GAME = OF_PAGE["Guess"]()

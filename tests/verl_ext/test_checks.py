@@ -63,13 +63,13 @@ MEANINGLESS = {
 """Overrides that mean nothing, and words of the refusal."""
 FOREIGN = """
 mine grpo_custom my_grail grail_v2 gpo gspo gmpo ggpo m_grpo
-GRPO turn_ppo rlpd low_entropy vtrace grail2
+GRPO turn_grpo turn_ppo rlpd low_entropy vtrace grail2
 """
 """Estimators that a module of the task runner may register."""
 MISSPELT = """
 GRAIL:grail grial:grail oar-g:oar_g oarg:oar_g OAR_G:oar_g turnrloo:turn_rloo turn-rloo:turn_rloo
 trun_rloo:turn_rloo TURN_GRPO:turn_grpo turn_gpro:turn_grpo surprsial:surprisal mt-grpo:mt_grpo mtgrpo:mt_grpo mt_grop:mt_grpo
-graill:grail entropie:entropy oar-p:oar_p uniforn:uniform
+graill:grail oar-p:oar_p uniforn:uniform
 """
 ACCEPTED = {
     "separate asynchronous trainer": (

@@ -439,7 +439,7 @@ LINE = {"prompt": "Two and three?", "response": r"So \boxed{6}", "reward": 0.0}
 ODD_OPTIONS = {
     **{f"--temperature={value}": "--temperature" for value in ("0", "-1", "nan", "inf", "-inf")},
     **{f"--tokens={value}": "--tokens" for value in (0, -5)},
-    **{f"--device={name}": f"--device {name}" for name in ("gpu", "cuda:99", "meta", "tpu", "")},
+    **{f"--device={name}": f"--device {name}" for name in ("gpu", "cuda:99", "meta", "tpu")},
 }
 
 
