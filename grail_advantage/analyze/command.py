@@ -55,7 +55,9 @@ ROUNDED = 2**-22  # relative distance of rewards that are equal in float32 but f
 
 def run(options: argparse.Namespace) -> None:
     """Run the command; SystemExit with a message for everything that the user can fix."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device
+    if device is None:  # an empty name is refused
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens = FORWARD_TOKENS if options.tokens is None else options.tokens
     try:
         check_options(options.temperature, tokens, device)
