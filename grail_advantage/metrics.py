@@ -83,6 +83,7 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
         # |A_t| takes the place of the weight, and a response's scale is 1 where anything of it trains.
         weight = w.advantages.abs().double().numpy()
         scale = (weight != 0).any(axis=1).astype(np.float64)
+        # In float32, as A_t is: next to a float64 A all would differ by rounding.
         has_weight_one = (w.advantages == r.advantages[:, None].float()).numpy()
     else:
         weight = w.weights.double().numpy()
@@ -125,6 +126,7 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
     batch["advantage_scale"] = float(mass / unweighted) if unweighted > 0 else 0.0
     if r.knows_answers:
         position = np.arange(mask.shape[1])
+        # (B, 3) as three columns (B, 1), for comparison with all positions.
         _, content_start, content_end = r.bounds.numpy()[:, :, None].transpose(1, 0, 2)
         content = (position >= content_start) & (position < content_end)
         base = np.broadcast_to(r.advantages.numpy()[:, None], mask.shape)

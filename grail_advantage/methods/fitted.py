@@ -134,6 +134,7 @@ class Fitted(AdvantageMethod):
         for index, starts, features_JF in self._steps(r, fit.separator):
             advantage = float(r.advantages[index])
             credit_J = abs(advantage) * features_JF @ np.array(fit.correct if advantage > 0 else fit.incorrect)
+            # Steps that begin at 0, 4, 9 of 12 tokens have 4, 5, 3.
             lengths_J = np.diff([*starts, len(r.responses[index])])
             scores[index, : sum(lengths_J)] = torch.from_numpy(credit_J.repeat(lengths_J))
         trained = r.mask & self.select(r)[:, None] & scores.isfinite().all(dim=1, keepdim=True)
