@@ -16,7 +16,7 @@ from torch import Tensor
 
 EFFECT_METRICS = {
     "moved_with_advantage_rate": "share of tokens with `A_t != 0` whose log-probability moved with it",
-    "moved_with_advantage_weighted": "likewise, weighted by the change",
+    "moved_with_advantage_weighted": "likewise, weighted by the size of the change",
     "moved_with_advantage_p50": "likewise, probability before the update at most 0.5",
     "moved_with_advantage_p90": "likewise 0.5 to 0.9",
     "moved_with_advantage_p99": "likewise 0.9 to 0.99",
