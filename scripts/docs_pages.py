@@ -307,7 +307,7 @@ def published() -> list[str]:
         first = len(rows)
         for setting in settings:
             corrected, _, why = setting.corrected.partition(": ")
-            if setting.value is None and not corrected and not setting.why:
+            if setting.value is None and not corrected:
                 continue
             ours = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
             if ours and setting.value is not None:
