@@ -160,6 +160,7 @@ def compute_token_weights(
     def wide(values: Tensor, outside: float = 0.0) -> Tensor:
         """Put values (B, T) where the ids are, (B, L)."""
         values_BL = values.new_full(inside.shape, outside)
+        # Both masks mark the same tokens in the same order; padding and tools' tokens are in neither.
         values_BL[inside] = values[rollouts.mask]
         return values_BL.to(input_ids.device)
 
@@ -235,6 +236,7 @@ def _check_values(name: str, values: Tensor | None, inside: Tensor, sign: float,
     """Raise ValueError, naming the argument, for a value on the wrong side of 0 by more than rounding."""
     if values is None:
         return
+    # Such as -log p, which a loss is, in place of log p.
     refused = [value for value in values.cpu()[inside].tolist() if sign * value > ROUNDING]
     _need(not refused, name, refused[:1], allowed)
 
@@ -256,6 +258,7 @@ def _check_model(model: Any, tokenizer: Any, rollouts: Rollouts) -> None:
     is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
     _need(is_tokenizer, "tokenizer", type(tokenizer).__name__, "a loaded one of transformers")
     vocabulary = getattr(vectors, "num_embeddings", math.inf)
+    # On a GPU such an id ends in an assertion of the device, which names no argument.
     for ids in (*rollouts.prompts, *rollouts.responses):
         unknown = ids[(ids < 0) | (ids >= vocabulary)].tolist()[:1]
         remedy = f"of the model, which knows 0 to {vocabulary - 1}; mask padding with attention_mask"
@@ -274,4 +277,5 @@ def _need(fits: object, name: str, value: object, allowed: str) -> None:
 
 
 def _is_number(value: object) -> bool:
+    # A bool is a Real, so that temperature=True would be 1.
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -41,6 +41,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    # A byte-level vocabulary spells a blank so.
     spelling = ["Ġ" if character == " " else character for character in CHARACTERS]
     vocabulary = {text: index for index, text in enumerate([*spelling, PAD, END])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -60,7 +61,9 @@ def tiny_model() -> PreTrainedModel:
         "num_hidden_layers": 2,
         "initializer_range": 0.3,
     }
+    # Three more than the characters: PAD, END and the newline that sample_rollouts() adds.
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(CHARACTERS) + 3}
+    # The same weights at each call: a fault that was found is found again.
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, dtype="float32")).eval()
 
@@ -68,6 +71,7 @@ def tiny_model() -> PreTrainedModel:
 def sample_rollouts(fields: dict[str, Any]) -> Rollouts:
     """Eight responses to two prompts, of three lengths; a tool wrote three tokens of every second one."""
     tokenizer = char_tokenizer()
+    # CHARACTERS has no newline, and the first of the texts has two.
     tokenizer.add_tokens(["\n"])
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     responses = [torch.tensor(tokenizer.encode(TEXTS[index % 3])) for index in range(8)]
@@ -105,6 +109,7 @@ def unequal(weighed: Weighed, expected: Weighed, indices: Sequence[int], rtol: f
         expected_values = getattr(expected, name)[indices]
         values = getattr(weighed, name)[: len(indices)]
         common = min(expected_values.shape[1], values.shape[1])
+        # Each batch is as wide as its longest response: beyond the narrower one nothing may be.
         rests = [values[:, common:], expected_values[:, common:]]
         is_equal = torch.allclose(
             values[:, :common], expected_values[:, :common], rtol=rtol, atol=rtol / 10, equal_nan=True
@@ -122,6 +127,7 @@ def batch_faults(
     everything = range(len(r))
     order = everything[::-1]
     longest = int(r.mask.sum(dim=1).argmax())
+    # Its length alone may matter: it trains nothing, was written by nobody and has NaN in its columns.
     filler = part(r, [longest])
     longer = r.mask.shape[1] + LONGER
     filler = replace(

@@ -51,6 +51,7 @@ def student_quantile(share: float, freedom: int) -> float:
 
     low = 0.0
     high = 1e6
+    # 1e6 halved 100 times is far below the last digit of any quantile.
     for _ in range(100):
         middle = (low + high) / 2
         if share_below(middle) < share:
@@ -67,6 +68,7 @@ def smallest_shown(deviation: float, seeds: int) -> float:
 
 def read_run(path: Path) -> Figures:
     """A run's finite figures by name and step. ValueError: there are none; OSError of the disk."""
+    # TRL keeps its log in each checkpoint; that of the newest is the longest.
     checkpoints = sorted(path.glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
     files = [path, path / "metrics.jsonl", Path(f"{path}.jsonl"), path / "trainer_state.json", *checkpoints[::-1]]
     file = next((file for file in files if file.is_file()), None)
@@ -191,6 +193,7 @@ td{padding:.2em .4em;text-align:right;border-bottom:1px solid gray}svg{width:100
 def drawn(rows: Sequence[Difference]) -> str:
     """An SVG of the difference by step, its interval a band around it."""
     halves = [0 if math.isnan(row.half) else row.half for row in rows]
+    # A difference of 0, or a single step, has no extent to divide by.
     top = max(abs(row.value) + half for row, half in zip(rows, halves, strict=True)) or 1
     width = (rows[-1].step - rows[0].step) or 1
 
@@ -225,8 +228,10 @@ def compared(args: argparse.Namespace, against: Sequence[str]) -> tuple[list[str
         lacking = [name for name, figures in runs if metric not in figures]
         if lacking:
             raise ValueError(f"{', '.join(lacking)}: no figures of {metric}")
+        # By step, not in the order of the log: smoothing takes the values before a step.
         curves = [smoothed(dict(sorted(figures[metric].items())), args.window) for _, figures in runs]
         common = sorted(set.intersection(*(set(curve) for curve in curves)))
+        # Of ten steps in common the third, fifth, eighth and tenth.
         steps = args.step or sorted({common[math.ceil(len(common) * part / 4) - 1] for part in range(1, 5) if common})
         if not steps or set(steps) - set(common):
             raise ValueError(f"{metric}: not all runs have the steps {steps or ''}; all have {common[:40]}")

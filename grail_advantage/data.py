@@ -62,6 +62,7 @@ def token_mean(values: Tensor, mask: Tensor) -> float:
 
 def runs(marked: np.ndarray) -> list[tuple[int, int]]:
     """Give the half-open ranges of marked tokens (T,). Those that the model wrote make its turns."""
+    # Of [0, 1, 1, 0, 1] the edges are 1, 3, 4, 5, and so the ranges (1, 3) and (4, 5).
     edges = np.diff(np.asarray(marked, dtype=bool), prepend=False, append=False).nonzero()[0].tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -93,6 +94,7 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
     shape."""
     if not isinstance(values, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)")
+    # A sparse, nested or meta tensor has a shape, and no values to look at.
     is_dense = values.layout == torch.strided and not (values.is_nested or values.is_meta)
     fits = is_dense and values.dtype in _KINDS[kind] and not values.is_quantized
     if not fits or (shape is not None and tuple(values.shape) != tuple(shape)):
@@ -109,6 +111,7 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
 def _check_one_a_response(name: str, values: Any, count: int) -> None:
     """Raise ValueError, naming the argument, for anything but a list of ``count`` values."""
     is_list = hasattr(values, "__len__") and not isinstance(values, str)
+    # In this order: len() of an array without dimensions raises.
     if not is_list or getattr(values, "ndim", 1) != 1 or len(values) != count:
         raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {values!r}")
 
@@ -176,10 +179,12 @@ class Rollouts:
         for name, column in self.columns.items():
             columns[name] = checked(name, column, "floats", (count, width))
         put("columns", columns)
+        # Before the loop below, which makes it bool as it does the mask.
         if self.written is None:
             put("written", self.mask)
         for name, kind in _TENSORS.items():
             value = getattr(self, name)
+            # These two are needed: checked() refuses None by their names.
             if value is not None or name in ("mask", "advantages"):
                 shape = (count, width) if name in ("mask", "written") else (count,)
                 put(name, checked(name, value, kind, shape))
@@ -191,8 +196,10 @@ class Rollouts:
             for name, values in getattr(self, kind).items():
                 _check_one_a_response(f"{kind}[{name!r}]", values, count)
         for index, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
+            # The first token is predicted at the position before it.
             if len(response) and not len(prompt):
                 raise ValueError(f"response {index} has no prompt token before it; add at least one")
+        # -1 is the group of copies that fill up a rank.
         if self.groups is not None and (self.groups < 0).any():
             raise ValueError(f"groups holds {int(self.groups.min())}; number them from 0, as torch.unique does")
 
@@ -241,6 +248,7 @@ class Rollouts:
         is_prompt = attended & ~has_begun
         lengths = is_response.sum(dim=-1, keepdim=True)
         width = int(lengths.max()) if len(lengths) else 0
+        # "cpu" by name, here and elsewhere: torch.set_default_device() may have set another one.
         inside = torch.arange(width, device="cpu") < lengths
 
         def aligned(name: str, values: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
@@ -255,6 +263,7 @@ class Rollouts:
         for name, values in columns.items():
             if values is not None:
                 values_BT = aligned(name, values, "floats", torch.float32)
+                # Some hosts have values for a tool's tokens, which nobody sampled; 0 there, as in columns_from().
                 columns_BT[name] = torch.where(written_BT, values_BT, 0.0)
         return cls(
             prompts=[row[where] for row, where in zip(ids, is_prompt, strict=True)],
@@ -293,6 +302,7 @@ class Rollouts:
 
     def spans(self, which: str) -> list[AnswerSpan | None]:
         """Give the first or the last complete answer of each response among the tokens that the model wrote."""
+        # In a field, which replace() and part() hand on, so that a part without the tokenizer has them too.
         if which not in self.known_spans:
             generated = [ids[: len(response)] for ids, response in zip(self.tokens, self.responses, strict=True)]
             self.known_spans[which] = list(find_generated_spans(generated, self.tokenizer, which, self.answer))
@@ -328,6 +338,7 @@ class Rollouts:
         """Give the responses of each session, in their order."""
         members: dict[Any, list[tuple[int, int]]] = {}
         for index in range(len(self)):
+            # Without sessions each response is a conversation of its own.
             name, number = self.sessions[index] if self.sessions else (index, 0)
             members.setdefault(name, []).append((number, index))
         return [[index for _, index in sorted(session)] for session in members.values()]
@@ -359,10 +370,12 @@ class Rollouts:
             masked = masked | self.masked
         if self.truncated is not None and method.mask_truncated:
             masked = masked | self.truncated
+        # A half-precision advantage would round all that a method computes with it.
         advantages = self.advantages
         if advantages.dtype != torch.float64:
             advantages = advantages.float()
         advantages = advantages.masked_fill(masked, 0.0)
+        # Without columns: weigh() adds those that the method says it reads, and no other.
         return replace(self, advantages=advantages, masked=masked, columns={}, span=method.span)
 
     def row(self, index: int) -> Row:
@@ -509,6 +522,7 @@ class Weighed:
     def advantages_under(self, masks: Sequence[Tensor]) -> list[Tensor]:
         """Give the token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W)
         of the tokens that train, 0 elsewhere. The masks mark the tokens of :attr:`Rollouts.mask`, in the same order."""
+        # Masks [[1, 0], [1, 1]] and [[0, 1]] take the first three of four values, and the last.
         counts = [int(mask.sum()) for mask in masks]
         parts = self.advantages[self.rollouts.mask].split(counts)
         advantages = []

@@ -144,6 +144,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
+            # Before the rename: after a crash of the machine the name could be that of an empty file.
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
@@ -169,6 +170,7 @@ def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, 
     _check_lengths(table, table[tokens])
     table = table.replace_schema_metadata({_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})})
     path = _path(folder, kind, header["step"], header.get("update", 0))
+    # In memory, as write_whole() writes all at once.
     content = io.BytesIO()
     pq.write_table(table, content, compression="zstd", use_dictionary=False)
     write_whole(path, content.getvalue())
@@ -185,6 +187,7 @@ def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> N
         if name in BY_UPDATE:
             lists = values.combine_chunks()
             values = lists.flatten()
+            # Two optimiser steps of a response of 3 tokens are two lists of 3.
             expected = counts.take(pc.list_parent_indices(lists))
         elif name not in _PER_TOKEN:
             continue
@@ -195,6 +198,7 @@ def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> N
 
 def _check_foreign(table: pa.Table) -> None:
     """Raise ValueError for what a file of others need not keep to, and every reader relies on."""
+    # Reading a file checks neither the offsets of its lists nor its UTF-8.
     table.validate(full=True)
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     for name, column in columns.items():
@@ -219,6 +223,7 @@ def _check_foreign(table: pa.Table) -> None:
 def _check_methods(methods: pa.ListArray, tokens: pa.ListArray) -> None:
     """Raise ValueError where responses have different methods, or a method more or fewer values than tokens."""
     entries = methods.flatten()
+    # The offsets count in all values; flatten() leaves out those that null rows hold.
     names = pa.ListArray.from_arrays(methods.offsets, methods.values.field("name")).to_pylist()
     if any(row != names[0] or None in row or len(row) > len(set(row)) for row in names):
         raise ValueError("responses have different methods")
@@ -232,6 +237,7 @@ def _path(folder: Path, kind: str, step: int, update: int) -> Path:
 
 def _files(folder: Path, kind: str) -> list[tuple[int, int, Path]]:
     """Give step, update and path of each file of a kind, in order; none where there is no folder."""
+    # So many digits fit into int64, the type of the columns.
     name = re.compile(rf"{kind}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet", re.ASCII)
     files = []
     for path in Path(folder).glob("*.parquet"):
@@ -278,6 +284,7 @@ class DumpFile:
         """Give the responses, or the first ``limit``; none where the file is damaged, which ``problems`` names then."""
         names = list(columns)
         names_received = [name for name in names if name not in SCHEMA.names]
+        # ``key`` joins the two files, and ``mask`` says how many tokens each response has.
         names_written = [name for name in SCHEMA.names if name in names or (name in ("key", "mask") and names_received)]
         table = _read(self.path, "step", names_written, self.problems, limit)
         if not names_received:
@@ -298,6 +305,7 @@ class DumpFile:
 
     def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
         """Give the responses, one at a time."""
+        # A few rows at a time as Python's values, which take more room than arrow's.
         for batch in self.table(columns).to_batches(max_chunksize=32):
             by_name = {}
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -337,6 +345,7 @@ class TokenDump:
         """Give the headers of the files of what arrived, in order; an analysis has measured effects alone."""
         receipts = []
         for _, _, path in _files(self.folder, "received"):
+            # What is wrong with the received values costs these columns alone.
             with _noting(path, "received", self.problems):
                 header = _header_in(path, "received")
                 if "findings" in header:
@@ -389,6 +398,7 @@ def _read(path: Path, kind: str, columns: Sequence[str], problems: list[str], li
             table = file.read(names) if first is None else pa.Table.from_batches([first])
         table = _with_nulls(table, [name for name in columns if name not in names])
         table = table.select(columns).cast(_schema(columns))
+        # Not the columns of null: an older file lacks them, and is right.
         _check_foreign(table.select(names))
         return table
     return _schema(columns).empty_table()
@@ -413,6 +423,7 @@ def _row(values: dict[str, Any]) -> DumpRow:
     """Give a response of the values of its columns; they are copied, so that they do not keep the whole table."""
     for name, value in values.items():
         if name.endswith("by_update") and value is not None:
+            # np.stack() takes no empty list.
             values[name] = np.stack(value) if len(value) else np.zeros((0, 0), dtype=np.float32)
         elif isinstance(value, np.ndarray):
             values[name] = value.tolist() if name == "tokens" else value.copy()
@@ -599,6 +610,7 @@ def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighe
         labels.append(json.dumps(label) if label else None)
 
     answers = [answer_text(texts_T, span, r.answer) for texts_T, span in zip(tokens, spans, strict=True)]
+    # An advantage that is not finite trains nothing: 0, as the method saw it.
     usable = r.mask & within_range(r.advantages)[:, None]
     values: dict[str, Sequence[Any]] = {
         "row": r.places,
@@ -641,6 +653,7 @@ def received_table(
     where it was measured, as :func:`write_received` takes them."""
     rows = []
     for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+        # All NaN: the update did not hold the response.
         updates = receipt.received_UBT[:, index, :length].isfinite().any(dim=1)
         row = {
             "key": as_utf8(key),
@@ -683,6 +696,7 @@ class MetricsFile(Unstopped):
         """Add a line that ends as one."""
         with self.attempt():
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, so that a process that is killed leaves whole lines.
             with self.path.open("ab", buffering=0) as file:
                 file.write(line)
 

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 EFFECT_METRICS = {
-    "moved_with_advantage_rate": "share of the tokens with `A_t != 0` whose log-probability moved in its direction",
-    "moved_with_advantage_weighted": "likewise, each token counted by the size of its change",
-    "moved_with_advantage_p50": "likewise of the tokens with a probability of at most 0.5 before the update",
-    "moved_with_advantage_p90": "likewise above 0.5, up to 0.9",
-    "moved_with_advantage_p99": "likewise above 0.9, up to 0.99",
+    "moved_with_advantage_rate": "share of tokens with `A_t != 0` whose log-probability moved with it",
+    "moved_with_advantage_weighted": "likewise, weighted by the change",
+    "moved_with_advantage_p50": "likewise, probability before the update at most 0.5",
+    "moved_with_advantage_p90": "likewise 0.5 to 0.9",
+    "moved_with_advantage_p99": "likewise 0.9 to 0.99",
     "moved_with_advantage_p100": "likewise above 0.99, where changes are tiny",
-    "credit_change_correlation": "Spearman's, of `A_t` and change, each less its response's mean; where `A_t` varies",
+    "credit_change_correlation": "Spearman's of `A_t` and change, each less its response's mean, where `A_t` varies",
 }
 """Figures of a step whose effect is measured, over the responses that the token dump writes."""
+# Rounding puts some probabilities above 1, so that the last part has no upper end.
 PROBABILITIES = {"p50": (0.0, 0.5), "p90": (0.5, 0.9), "p99": (0.9, 0.99), "p100": (0.99, math.inf)}
 
 
@@ -61,6 +62,7 @@ def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: 
         figures["moved_with_advantage_weighted"] = float(along / size.sum())
     credit = _less_mean(advantages.double(), measured)
     change = _less_mean(effect.double(), measured)
+    # Equal advantages differ from their mean by rounding, whose ranks would mean nothing.
     varies = measured & (credit.abs().amax(dim=1, keepdim=True) > 1e-6)
     correlation = rank_correlation(credit[varies].numpy(), change[varies].numpy())
     if not math.isnan(correlation):
@@ -84,4 +86,5 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 def _ranks(values: np.ndarray) -> np.ndarray:
     _, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
+    # Of 3, 5, 5, 8 the ranks are 1, 2.5, 2.5, 4.
     return (np.cumsum(count) - (count - 1) / 2)[inverse]

@@ -20,8 +20,10 @@ def hold(folder: Path, remedy: str, option: str) -> None:
         ValueError: a process that lives has locked it; the message ends in ``remedy``.
     """
     folder = folder.resolve()
+    # A second lock of the same process would be refused like that of another run.
     if folder in _held:
         return
+    # Of the process: by default each thread has a lock of its own.
     lock = FileLock(folder / LOCK, thread_local=False)
     error: Exception | None = None
     try:

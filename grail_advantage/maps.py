@@ -46,6 +46,7 @@ def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], C
     def register(function: Callable[..., Weights]) -> Callable[..., Weights]:
         name = function.__name__
         first = MAPS.get(name)
+        # A map comes again where its module is loaded again.
         if first and first.function.__module__ != function.__module__:
             module = first.function.__module__
             raise ValueError(f"the map {name} is registered already, by {module}; choose another name")
@@ -84,6 +85,7 @@ def log_zscore(
         raise ValueError(f"weight_min={weight_min} is greater than weight_max={weight_max}; swap them")
     log = torch.log(x.clamp(min=0).double() + 1e-8)
     z = log - _mean(log, m)
+    # A response without a compared token has no mean to be far from: z is 0.
     z = (z / (_mean(z.square(), m) + 1e-8).sqrt()).where(m.any(-1, keepdim=True), 0.0).float()
     return Weights((weight_mean + weight_std * z).clamp(weight_min, weight_max), weight_min, weight_max)
 
@@ -102,6 +104,7 @@ def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quan
     uneven = m & (high > low)
     h = torch.where(uneven, (log - low) / (high - low), 0.0)
     tau = _quantile(h, m, quantile, quantile_rule)
+    # tau is 1 where so many have the highest score that nothing is above it.
     above = torch.where(tau < 1, (h - tau) / (1 - tau), 0.0)
     w = torch.where(h < tau, (h / tau).clamp(min=0.1), 1 + boost * above)
     return Weights(torch.where(uneven, w, 1.0).float(), 0.1)
@@ -113,7 +116,9 @@ def _quantile(h: Tensor, m: Tensor, q: float, rule: str) -> Tensor:
     last = (count - 1).clamp(min=0)
     s = torch.where(count > 0, torch.where(m, h, math.inf).sort(-1).values, 0.0)
     if rule == "sorted":
+        # quantile=1 would be one past the last.
         return s.gather(-1, torch.minimum((q * count.double()).long(), last))
+    # Of scores 0, 0.5, 1 and q = 0.4 the place is 0.8, and the quantile 0.4.
     place = q * last.double()  # between two of the sorted scores
     index = place.long()
     below = s.gather(-1, index)
@@ -148,6 +153,7 @@ def top_tokens(x: Tensor, m: Tensor, count: Tensor | int) -> Tensor:
     # Adding 0 turns a negative zero into a positive one, so that no sort distinguishes them.
     order = torch.where(m, x.double() + 0.0, -math.inf).sort(dim=-1, descending=True, stable=True).indices
     place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    # The inverse of the order: the token with the highest score has rank 0.
     rank = torch.empty_like(order).scatter_(-1, order, place)
     return m & (rank < count)
 

@@ -80,6 +80,7 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
         unknown = words - {*READS, *USES}
         if unknown:
             raise ValueError(f"{cls.__name__} reads or uses {unknown}; choose of {(*READS, *USES)}")
+        # vars(): a derived class must not have the names of the class that it derives from.
         cls.names = {**vars(cls).get("names", {}), name: fixed}
         cls.section = vars(cls).get("section", name)
         METHODS[name] = cls
@@ -170,6 +171,7 @@ class BaseMethod(BaseModel):
         """Refuse combinations; each option alone is valid here."""
 
     def __hash__(self) -> int:
+        # An option may be a dict, as reshaper_options, which has no hash.
         return hash((type(self), self.model_dump_json()))
 
     @property
@@ -300,6 +302,7 @@ class Method(BaseMethod):
         if self.needs_answer:
             chosen &= r.answered
         if self.statistics == "reasoning" and self.answer_weights() is None:
+            # An answer at the first token has no reasoning before it.
             chosen &= r.bounds[:, 0] > 0
         return chosen
 
@@ -332,6 +335,7 @@ class Mapped(Method):
     reshaper_options: dict[str, Any] = option({}, "options of the map, by their names in its own table")
 
     def check(self) -> None:
+        # One score is mapped, so that a start refuses what the map would refuse in the first batch.
         score = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         self._map(score, score.bool())
 

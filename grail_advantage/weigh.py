@@ -51,10 +51,12 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
     """
     r = rollouts.for_method(method)
     if answers is not None:
+        # Before any forward, so that a run whose answers have another format stops at once.
         answers.look(rollouts)
     selected = method.select(r)
     indices = selected.nonzero().flatten().tolist()
     names = [name for name in DUMPED if name in method.reads]
+    # Also where nothing is selected: other ranks may wait in the host's forward.
     rollouts = with_columns(rollouts, names, host, indices)
     columns = {}
     for name in names:
@@ -146,10 +148,12 @@ def _scores(method: BaseMethod, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         scores = method.scores(r, of_pass)
     except KeyError as error:  # perhaps a column or a field that is not there
         name = str(error.args[0])
+        # What it asked for is there, so the error is the method's own.
         if name in {*r.columns, *r.fields}:
             raise
         raise ValueError(f"{method.name}.scores(): {name!r} is not there; put it into the class's reads") from error
     except (TypeError, AttributeError) as error:
+        # Parts that the host did not give are None.
         if "NoneType" not in str(error):
             raise
         remedy = "put what it uses of groups, examples, rewards and tokenizer into the class's reads"
@@ -190,6 +194,7 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
         _check_weights(method, mapped, r, scored & weighed)
         scored = scored & _all_finite(mapped.values, weighed)
     by_score = scored & weighed
+    # After the map: the response keeps its weights, and so their sum.
     if method.control == "shuffled":
         mapped = mapped._replace(values=_shuffled(mapped.values, by_score, r))
     elif method.control == "answer":
@@ -203,6 +208,7 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
         content_weight, boundary_weight, outside_gate = answer
         if outside_gate:
             takes = scored | (r.answered & ~method.inside_gate(r) & (r.advantages != 0))[:, None]
+        # The content second, as it lies within the answer.
         w = torch.where(takes & (position >= answer_start), boundary_weight, w)
         w = torch.where(takes & (position >= content_start) & (position < content_end), content_weight, w)
     elif mapped.elsewhere != 1.0:
@@ -313,6 +319,7 @@ def _rates(r: Rollouts) -> dict[str, float]:
     written = r.written.any(dim=1)
     if not written.any():
         return {}
+    # The advantage of a response without a reward is NaN.
     flags = {"unjudged_rate": ~within_range(r.advantages)}
     if r.truncated is not None:
         flags["truncated_rate"] = r.truncated

@@ -73,7 +73,9 @@ def _hub(files: Any) -> dict[Any, float]:
 
 def _thinking(arguments: Any, model: str) -> Any:
     """The other models' templates have no such switch."""
-    return OmegaConf.to_container(arguments) if arguments or "Qwen3" in model else {"enable_thinking": False}
+    if arguments or "Qwen3" in model:
+        return OmegaConf.to_container(arguments)
+    return {"enable_thinking": False}
 
 
 # fmt: off

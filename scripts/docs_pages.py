@@ -184,7 +184,9 @@ def _owners(option: str) -> str:
     if all(option in type(method).model_fields for method in KNOWN):
         return "every method"
     without = ", ".join(f"`{name}`" for name, has in of_weights.items() if not has)
-    return f"methods of weights but {without}" if without else "methods of weights"
+    if not without:
+        return "methods of weights"
+    return f"methods of weights but {without}"
 
 
 def _heading(of_class: Sequence[BaseMethod]) -> str:
@@ -194,7 +196,9 @@ def _heading(of_class: Sequence[BaseMethod]) -> str:
 def _value(value: Any) -> str:
     """Returns a value as YAML has it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return f"`{text if len(text) < 90 else f'{text[:70]} ...'}`".replace("\n", "\\n")
+    if len(text) >= 90:
+        text = f"{text[:70]} ..."
+    return f"`{text}`".replace("\n", "\\n")
 
 
 def _paragraphs(text: str) -> list[str]:

@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
     tokens = FORWARD_TOKENS if options.tokens is None else options.tokens
     try:
         check_options(options.temperature, tokens, device)
+        # Before the methods are looked up, some of which these files register.
         for file in options.files:
             runpy.run_path(str(file), run_name=file.stem)
         responses = read_responses(options.responses)
@@ -166,6 +167,7 @@ def analyze(
     # No model is loaded for an analysis that is complete.
     if parts:
         loaded = load()
+        # Before the first file, so that responses of another model leave no folder behind.
         check_fits(loaded, rollouts)
         write_whole(folder / RECORD, json.dumps(record))
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
@@ -192,8 +194,10 @@ def analyze(
             random.seed(number)
             np.random.seed(number)
             torch.manual_seed(number)
+            # Copies, so that a method that writes into its tensors changes nothing for the next.
             copies = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})  # without the labels
             try:
+                # The dump shows the labels, which the method did not see.
                 weighed[name] = replace(weigh(copies, method, PlainHost(loaded, copies, **settings)), rollouts=r)
             except (Exception, SystemExit) as error:  # the results of the other methods are not lost
                 record["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
@@ -307,6 +311,7 @@ def parts_of(responses: Sequence[Response]) -> list[list[int]]:
     """Say which responses are in each file: ``PER_FILE`` in their order, fewer or more where groups stay whole."""
     groups: dict[Any, list[int]] = {}
     for index, row in enumerate(responses):
+        # A group is a text, so that no number is mistaken for one.
         groups.setdefault(index if row.group is None else row.group, []).append(index)
     parts: list[list[int]] = [[]]
     for group in groups.values():
@@ -363,6 +368,7 @@ def _rollouts(
             "labels": labels,
         },
     )
+    # The record holds these same dictionaries, and finds the answers that go into them.
     for label, span in zip(labels, r.spans("first"), strict=True):
         if label and span:
             label["answer"] = [span.start, span.end]

@@ -43,6 +43,7 @@ class Response:
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Give the numbered objects of a file of JSON lines, whose empty lines are skipped, or of a parquet file.
     ValueError, naming file and line."""
+    # 0 while the file itself cannot be read.
     number = 0
     try:
         if path.suffix == ".parquet":
@@ -93,7 +94,9 @@ def of_trainer(record: Mapping[str, Any]) -> Mapping[str, Any]:
         line = {names.get(name, name): value for name, value in record.items()}
     elif {"prompt", "completion", "advantage"} <= record.keys():
         columns = list(record)
+        # TRL has a column for each reward function between these two.
         rewards = [record[name] for name in columns[columns.index("completion") + 1 : columns.index("advantage")]]
+        # A function that does not judge a response leaves null or NaN.
         numbers = [value for value in rewards if isinstance(value, float) and math.isfinite(value)]
         prompt = record["prompt"]
         completion = record["completion"]
@@ -104,6 +107,7 @@ def of_trainer(record: Mapping[str, Any]) -> Mapping[str, Any]:
         line = {**record, "prompt": prompt, "response": completion, "reward": sum(numbers)}
     else:
         return record
+    # By step as well: a prompt comes again in a later epoch, under another policy.
     return {"group": json.dumps([record.get("step"), line["prompt"]]), **line}
 
 
@@ -125,11 +129,13 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
     ranges = None
     if isinstance(steps, list) and steps and all(isinstance(step, str) for step in steps):
         separator = SEPARATOR if response is None else ""
+        # Steps "a" and "bc" are (0, 3) and (3, 7) of "a\n\nbc": the blank line belongs to the step before it.
         ranges = list(pairwise([0, *accumulate(len(step) + len(separator) for step in steps)]))
         text = separator.join(steps)
         if response not in (None, text):
             raise ValueError("steps must be the response in parts")
         response = text
+    # isinstance() would take JSON's true for a number.
     is_ids = isinstance(response, list) and all(type(token) is int and token >= 0 for token in response)
     if not is_ids and not isinstance(response, str):
         raise ValueError(f"needs a response, a text or token ids, or steps, texts; its keys are {list(record)}")
@@ -142,6 +148,7 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
     if not isinstance(tools, list | None):
         raise ValueError(f"tools={str(tools)[:40]!r} must be a list, as the chat template takes it")
     reward = record.get("reward")
+    # JSON has whole numbers that are too large for a float.
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
         raise ValueError(f"reward={str(reward)[:40]!r} must be a finite number")
     error = record.get("error")
@@ -161,6 +168,7 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
         decoded=decoded,
     )
     if isinstance(response, str):
+        # For its error alone: here the message still gets the number of the line.
         label_ranges(row, response)
     return row
 

@@ -39,6 +39,7 @@ def _first_value(text: str) -> tuple[Any, str]:
         value, end = json.JSONDecoder().raw_decode(text)
     except ValueError:
         end = -1
+    # Of 0.5abc JSON would read 0.5: a value ends at a comma or with the text.
     if end == len(text) or (end > 0 and text[end] == ","):
         return value, text[end + 1 :]
     written, *rest = re.split(r"(?<!\\),", text, maxsplit=1)

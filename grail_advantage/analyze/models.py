@@ -66,6 +66,7 @@ def files_digest(name: str) -> str | None:
 
 def digest(text: str) -> str:
     """Give a text's SHA-256."""
+    # JSON's escapes allow half a surrogate pair.
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 

@@ -30,6 +30,7 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
         prompt = row.prompt
         front = []
         if not (tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)):
+            # A text that begins with the token would get it twice.
             front = _put_in_front(prompt, tokenizer)
     elif not tokenizer.chat_template:
         raise ValueError(f"{row.id}: the tokenizer has no chat template for its messages; give the text that it read")
@@ -57,8 +58,10 @@ def with_messages(row: Response, tokenizer: PreTrainedTokenizerBase) -> Response
         return row
     pieces = re.split(r"\n?\b(system|user|assistant|model)\n+", str(row.prompt))
     messages = [{"role": role, "content": text} for role, text in zip(pieces[1::2], pieces[2::2], strict=True)]
+    # Qwen3's template adds an empty thought where thinking is off.
     for template in ({}, {"enable_thinking": False}):
         with suppress(Exception):  # the template's own
+            # The last of the messages is the header of the response, which has no text yet.
             prompt = tokenizer.apply_chat_template(
                 messages[:-1], tokenize=False, add_generation_prompt=True, **template
             )

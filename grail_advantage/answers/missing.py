@@ -122,6 +122,7 @@ class AnswerCheck:
         if self._choice == "ignore" or not self._method.reads_answer:
             return
         spans = r.spans(self._method.span)
+        # Before anything that depends on this process's batch: all of them wait here for each other.
         answered, rows = self._total([sum(span is not None for span in spans), len(spans)])
         self._seen = self._seen + rows
         self._answered = self._answered + answered

@@ -116,6 +116,7 @@ def _find_in_row(row: TokenIds, table: _TokenTable, answer: AnswerFormat, which:
         )
     pieces, lengths_V = table
     ids = ids.astype(np.int64, copy=False)
+    # The table's last place, without bytes, stands for every other id.
     ids = np.where((ids >= 0) & (ids < len(pieces)), ids, -1)
     boxes = list(answer.find(b"".join([pieces[token] for token in ids.tolist()])))
     if not boxes:

@@ -108,9 +108,7 @@ class Fitted(AdvantageMethod):
     formula = "A_t = c |A| b f(step), b of A's sign fitted to values by rollouts, f of the step's surprisal, entropy and place"
     source = "this project"
     reads = frozenset({OLD_LOG_PROBS, ENTROPY, "tokens", "tokenizer"})
-    metrics: ClassVar[dict[str, str]] = {
-        "outside_fit_rate": "share of steps with a feature outside its range in the fit of `fitted`"
-    }
+    metrics: ClassVar[dict[str, str]] = {"outside_fit_rate": "share of steps with a feature outside the fit's range"}
     span: ClassVar[Span] = "first"  # type: ignore[misc]
 
     file: str = option("", "what python -m bench fit wrote for this model and task; its whole path where Ray runs")
@@ -136,6 +134,7 @@ class Fitted(AdvantageMethod):
         for index, starts, features_JF in self._steps(r, fit.separator):
             advantage = float(r.advantages[index])
             credit_J = abs(advantage) * features_JF @ np.array(fit.correct if advantage > 0 else fit.incorrect)
+            # Steps that begin at 0, 4, 9 of 12 tokens have 4, 5, 3.
             lengths_J = np.diff([*starts, len(r.responses[index])])
             scores[index, : sum(lengths_J)] = torch.from_numpy(credit_J.repeat(lengths_J))
         trained = r.mask & self.select(r)[:, None] & scores.isfinite().all(dim=1, keepdim=True)

@@ -165,6 +165,7 @@ class Oar(Mapped):
                 identity = row.tokens[: row.start + row.answer.end].tolist()
                 generator = torch.Generator(noisy.device).manual_seed(noise_seed(self.noise_seed, step, identity))
                 size = (length, noisy.shape[-1])
+                # For the whole length, so that a row that is cut has the same noise on what is left of it.
                 noise = torch.randn(size, generator=generator, device=noisy.device, dtype=torch.float32)
                 place, start = micro.at(index, first)
                 piece = noisy[place, start : start + count]
@@ -174,6 +175,7 @@ class Oar(Mapped):
         with torch.no_grad():
             clean = read_probe(micro.logits(probes), tokens, counts, self.probe)
         embedding = micro.leaf("embeddings")
+        # Before capture_leaf(): hooks run in this order, so that the leaf is the noisy embedding.
         handle = embedding.register_forward_hook(add_noise)
         try:
             with capture_leaf(embedding) as leaves:
@@ -255,6 +257,7 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     """Scores (M,) of replaced tokens as those of all reasoning tokens, (length,): linear between them, level beyond the
     outermost."""
     index = torch.arange(length, device=scores.device)
+    # Of scores 1 and 3 of the tokens 0 and 2, token 1 lies half way and has 2.
     upper = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
     lower = torch.where(replaced[upper] > index, upper - 1, upper).clamp(min=0)
     gap = (replaced[upper] - replaced[lower]).clamp(min=1)
@@ -278,6 +281,7 @@ def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:
     prefix = copy.copy(cache)
     prefix.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in prefix.layers:
+        # A view for all rows: a forward joins the new positions to it and writes nothing into it.
         layer.keys = layer.keys[..., :length, :].expand(rows, -1, -1, -1)
         layer.values = layer.values[..., :length, :].expand(rows, -1, -1, -1)
     return prefix

@@ -144,6 +144,7 @@ class HighEntropy(Method):
         return entropy(r)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
+        # Of 10 tokens and rho = 0.2 the two highest stay: the 9th of the sorted ones is the cut.
         x = scores[among]
         cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
         chosen = among & (scores >= cut)
@@ -177,11 +178,13 @@ class Stare(Method):
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         w = torch.ones_like(scores)
+        # Not >=, so that a mean that is NaN leaves every weight at 1.
         if not r.mean(torch.where(among, entropy(r), 0.0), among) < self.threshold:
             return Weights(w)
         for sign in (1,) if self.variant == "O1" else (1, -1):
             candidates = among & (r.advantages.sign() == sign)[:, None]
             count = count_of_share(self.share, candidates.sum())
+            # As one row, since the tokens of the whole batch are compared.
             chosen = top_tokens(scores.reshape(1, -1), candidates.reshape(1, -1), count).reshape(w.shape)
             w = torch.where(chosen, 1 + sign * self.strength, w)
         return Weights(w)
@@ -200,6 +203,7 @@ class Steer(Method):
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         s = surprisal(r)
+        # expm1: of a probability near 1 the difference 1 - p would keep few digits.
         return (r.advantages.double()[:, None] * (-torch.expm1(-s) * (entropy(r) - s))).abs()
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:

@@ -89,6 +89,7 @@ class Privileged(BaseMethod):
         if not isinstance(question["content"], str):
             kind = type(question["content"]).__name__
             raise ValueError(f"{self.section} reads messages whose content is a text, got {kind}")
+        # transformers 5 gives a dict where nothing is said.
         render = partial(tokenizer.apply_chat_template, **{**example.template_options, "return_dict": False})
         without_header = render(messages, add_generation_prompt=False, tokenize=False)
         complete = render(messages, add_generation_prompt=True, tokenize=False)

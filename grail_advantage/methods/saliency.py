@@ -40,6 +40,7 @@ def align_scores(values: Tensor, length: int, alignment: str) -> Tensor:
     """Values of consecutive positions, the first being the one before the response, as scores (length,) of response
     tokens: by ``alignment`` a token takes the value of the position before it (``predictor``) or of its own
     (``token``). Positions after the last one given score 0: the answer does not depend on them."""
+    # Values of the positions 3, 4, 5 and a response from 4 on: its first token takes the one of 3, or of 4.
     scores = values[0 if alignment == "predictor" else 1 :][:length]
     return torch.cat([scores, scores.new_zeros(length - len(scores))])
 

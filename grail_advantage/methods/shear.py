@@ -122,6 +122,7 @@ def sinkhorn_distance(
     off = torch.full_like(unit, torch.nan)
     unfinished = torch.arange(count, device=cost.device)
     for step in range(1, iterations + 1):
+        # v begins as 0 in columns of padding too, which must get no mass.
         u = log_a - torch.logsumexp(k + torch.where(log_b > -torch.inf, v, -torch.inf)[:, None, :], 2)
         v = log_b - torch.logsumexp(k + u[:, :, None], 1)
         if step % 10 and step < iterations:

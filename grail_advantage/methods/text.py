@@ -82,6 +82,7 @@ def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Patt
     matches = find_matches(expression, text)
     if matches is None:
         return None
+    # One place more: a token without text at the end looks at what would come next.
     inside: np.ndarray = np.zeros(len(text) + 1, dtype=bool)  # of each character
     group = CONTENT if CONTENT in expression.groupindex else 0
     for match in matches:
@@ -160,7 +161,9 @@ def cut(texts: Sequence[str], have_bytes: np.ndarray, separator: regex.Pattern[s
     cut is one step."""
     text = "".join(texts)
     ends = [match.end() for match in find_matches(separator, text) or ()]
+    # A separator at either end makes no empty step.
     ends = [end for end in dict.fromkeys(ends) if 0 < end < len(text)]
+    # A token without bytes is looked up one character earlier, in the step before it.
     first: np.ndarray = np.minimum(starts_of(texts) - ~have_bytes, len(text) - 1)
     steps = np.asarray(np.searchsorted(np.array(ends, dtype=np.int64), first, side="right"))
     pieces = zip([0, *ends], [*ends, None], strict=True)
@@ -176,4 +179,5 @@ def result(step: str) -> str:
     integer, _, decimals = numbers[-1].lstrip("+-").replace(",", "").partition(".")
     integer = integer.lstrip("0") or "0"
     decimals = decimals.rstrip("0")
+    # -0 is 0.
     return sign * (integer != "0" or bool(decimals)) + integer + (f".{decimals}" if decimals else "")

@@ -75,6 +75,7 @@ def turn_advantages(
         raise ValueError(f"{m.name} compares turns after the same observation; pass before=")
     rows_of: dict[Hashable, list[int]] = defaultdict(list)
     for row in range(len(rewards)):
+        # The names of sessions need to differ within a group alone.
         rows_of[(groups[row], sessions[row]) if sessions is not None else row].append(row)
     known_sessions = Sessions(m, "rewards: row")
     rows_compared = []

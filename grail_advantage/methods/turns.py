@@ -54,6 +54,7 @@ class TurnRloo(TurnMethod):
         siblings = max(1, len(returns) - 1)
         longest = max(map(len, returns))
         g = np.array([np.pad(g_K, (0, longest - len(g_K))) for g_K in returns])
+        # Less the session itself.
         counts = np.array([np.arange(longest) < len(g_K) for g_K in returns]).sum(axis=0) - 1
         sums = g.sum(axis=0) - g
         mean = sums / siblings

@@ -128,6 +128,7 @@ class HuggingFaceModel:
                 self.rounds.take()
                 results += self.fitting(run_next)
                 waiting = [rows[index] for index in order[len(results) :]]
+            # Ranks that have rows gather parameters in each forward, in which this one takes part with two tokens.
             for _ in self.rounds.wait():
                 work(PaddedRows(self, [whole_row(torch.zeros(2, dtype=torch.int64, device=self.device))]))
         return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
@@ -204,6 +205,7 @@ class HuggingFaceModel:
         state = self._state
         state_asked, length_asked, finding = _findings.get(self.model, (None, 0, None))
         if finding is None or state_asked != state or (longest > length_asked and finding.holds):
+            # A rank without rows has this one to draw from.
             some_token = torch.zeros(1, dtype=torch.int64, device="cpu")
             tokens = torch.cat([some_token, *(row.tokens.cpu() for row in rows)])
 
@@ -212,6 +214,7 @@ class HuggingFaceModel:
                 return probe(self.model, self._log_probs, trial)
 
             finding = self.fitting(ask)
+            # The largest of all ranks', so that they go on alike.
             finding = replace(finding, difference=self.rounds.most(finding.difference))
             _findings[self.model] = state, longest, finding
             if not finding.holds:

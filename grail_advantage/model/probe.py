@@ -124,6 +124,7 @@ def _without_a_trace(model: nn.Module) -> Iterator[None]:
     finally:
         release_waiting_hooks(model)
         for module, name, values, copy in buffers:
+            # The same tensor as before, in case the forward put another one in its place.
             module._buffers[name] = values.copy_(copy)
 
 
@@ -138,6 +139,7 @@ def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
 def limit_of(forward: Callable[[], object]) -> float:
     """``HALF_LIMIT`` if anything that a forward computes is in half precision, whoever says so: its parameters, an
     autocast around it or in it, a cast, or a device that multiplies float32 with fewer digits, as in TF32."""
+    # What a compiled forward computes would not come through the mode.
     with torch.compiler.set_stance("force_eager"), _Computed() as computed:
         forward()
     return HALF_LIMIT if any(size < 4 or _drops_digits(device) for device, size in computed.made) else LIMIT
@@ -165,6 +167,7 @@ def _drops_digits(device: torch.device) -> bool:
     """Whether products of float32 lose digits that float32 has: TF32 keeps 10 behind the point, float32 23."""
     device = torch.device("cpu") if device.type == "meta" else device
     near_1 = torch.full((256, 256), 1 + 2**-20, dtype=torch.float32, device=device)
+    # Else an autocast around would decide, and not the device.
     with torch.autocast(device.type, enabled=False):
         return bool((near_1 @ torch.eye(256, dtype=torch.float32, device=device) == 1).any())
 

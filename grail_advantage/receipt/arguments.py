@@ -23,6 +23,7 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
         raise ValueError(f"mask_BT must be a tensor (B, T), got {shape or type(batch.mask_BT).__name__}")
     B, T = shape
     for name in ("updates", "epochs", "ranks"):
+        # A bool is an int, so that updates=True would be one step.
         if type(count := getattr(batch, name)) is not int or count < 1:
             raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
     if batch.keys is not None and len(batch.keys) != B:
@@ -30,6 +31,7 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
     tensors: dict[str, Any] = {"mask_BT": _tensor("mask_BT", batch.mask_BT, shape).bool()}
     if batch.left_out_B is not None:
         tensors["left_out_B"] = _tensor("left_out_B", batch.left_out_B, (B,)).bool()
+    # What is left out on purpose is read by no loss, and may hold anything.
     trained_BT = tensors["mask_BT"] & ~tensors.get("left_out_B", torch.zeros(B, dtype=torch.bool))[:, None]
     for name in ("advantages_BT", "old_log_probs_BT", "weights_BT", "ref_log_probs_BT"):
         if getattr(batch, name) is None and name != "advantages_BT":
@@ -38,6 +40,7 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
         values_K = tensors[name][trained_BT]
         if not values_K.isfinite().all() or (name == "weights_BT" and (values_K < 0).any()):
             raise ValueError(f"{name} holds inf, NaN or a negative weight at a token that trains")
+        # Rounding puts log p above 0 by less; -log p is nowhere below.
         if "log_probs" in name and (values_K > 0.1).any() and not (values_K < 0).any():
             raise ValueError(f"{name} holds {float(values_K.max()):.3g}, and nothing below 0: pass log p")
     choices_of = {"aggregation": AGGREGATIONS, "over": OVER, "kl": (None, *KL), "account": (None, *FORMULAS)}

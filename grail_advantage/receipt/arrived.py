@@ -40,6 +40,7 @@ class Arrived:
         self.groups = {
             "": torch.zeros_like(self.rows_N),
             "optimiser step": self.update_N,
+            # Ranks 0 and 1 of the second step are 2 and 3: a factor may differ from step to step.
             "rank": rank_N + batch.ranks * self.update_N,
             "micro-batch": self.piece_N,
             "response": torch.arange(len(self.rows_N)),
@@ -124,8 +125,10 @@ class Arrived:
         """The median of each group, (G,), each between -99 and 99; 0 of one without values."""
         n, t = values_NT.isfinite().nonzero(as_tuple=True)
         group_K = self.groups[by][n]
+        # Within 99 of 0, so that one sort by 256 for each group keeps the groups apart.
         value_K = values_NT[n, t].clamp(-99, 99)
         value_K = value_K[(256.0 * group_K + value_K).argsort()]  # by group, within it by value
         count_G = group_K.bincount(minlength=int(self.groups[by].max()) + 1)
+        # Of three values the second, and of four the second too.
         place_G = (count_G.cumsum(0) - (count_G + 2) // 2).clamp(0)
         return torch.where(count_G > 0, pad(value_K, (0, 1))[place_G], 0.0)

@@ -135,6 +135,7 @@ def _implied(arrived: Arrived, column: str) -> Iterator[torch.Tensor]:
         return size_NT.nanmedian(dim=1).values.nanmedian()
 
     factor = float(usual(arrived.received_NT) / usual(arrived.wanted_NT))
+    # A set, as the second would try the first again where the factor is 1.
     for scale in {1.0, factor if 0 < factor < math.inf else 1.0}:
         value_NT = arrived.received_NT / scale - rest_NT
         if column == "advantages":

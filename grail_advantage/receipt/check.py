@@ -141,6 +141,7 @@ def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
         arrived = Arrived(batch, loss, pieces)
         table = _Table(arrived)
         table.structure(pieces)
+        # Named once and then set to 0: NaN would fit no explanation.
         table.add("not finite", "gradients are inf or NaN", arrived.ignored_NT)
         arrived.received_NT[arrived.ignored_NT] = 0.0
         if loss.account is None:
@@ -161,6 +162,7 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
     place = (arrived.update_N, arrived.rows_N)
     U = int(arrived.update_N.max()) + 1 if len(arrived.rows_N) else 1
     held_UB1 = torch.zeros(U, B, 1, dtype=torch.float32)
+    # Added, as a response may come twice in an update.
     held_UB1.index_put_(place, torch.ones(len(arrived.rows_N), 1, dtype=torch.float32), accumulate=True)
 
     def by_update(values_NT: torch.Tensor, defined: bool = True) -> torch.Tensor:
@@ -313,6 +315,7 @@ class _Table:
             return
 
         def distance(old_NT: torch.Tensor, part: slice = slice(None)) -> float:
+            # One enormous ratio must not hide what the others are: it counts as 10.
             away_NT = ((tokens.log_probs - old_NT).clamp(-20, 20).exp() - 1).abs()
             return float(away_NT[:, part][tokens.mask[:, part]].clamp(max=10).mean().nan_to_num(10.0))
 
@@ -327,6 +330,7 @@ class _Table:
         # Another order of tokens or responses explains it where little is left of the distance.
         if size <= stale:
             name = "rounded"
+        # Without the outermost positions, where roll() brings in the other end.
         elif min(distance(tokens.old.roll(by, 1), slice(1, -1)) for by in (1, -1)) < size / 10:
             name = "shifted"
         elif distance(old_BT[fitting_rows(own_NT, old_BT.double(), arrived.rows_N[first_N], 1e-3)]) < size / 10:
@@ -345,6 +349,7 @@ class _Table:
         if not self.differs:
             return
         factor = arrived.middle(arrived.quotient(arrived.wanted_NT), "").exp()
+        # Beside the usual factor: the gradient of a scaled loss is rounded as well.
         away_NT = (arrived.received_NT / factor - arrived.wanted_NT).abs()
         small = int((differs_NT & (away_NT <= ROUNDED * arrived.wanted_NT.abs())).sum())
         self.rounding = 2 * small > int((differs_NT & (arrived.received_NT != 0) & (arrived.wanted_NT != 0)).sum())
@@ -366,6 +371,7 @@ class _Table:
             ("rounded", 1.0, math.inf, self.rounding & small_NT),
             ("", 8.0, math.inf, rest_NT),
         ):
+            # A token is of the first kind that fits it.
             kinds[name] = rest_NT & at_NT
             bits_N += (bits * kinds[name].sum(dim=1).double()).clamp(max=limit)
             rest_NT = rest_NT & ~at_NT

@@ -266,10 +266,12 @@ def _kl_term(loss: Loss, t: Tokens) -> torch.Tensor:
     moved = t.log_probs - t.ref
     if loss.kl == "k3 of trl":
         return ((-moved).exp() + moved - 1) * (_ratio(t, loss.options) if loss.options.get("corrected") else 1.0)
+    # With a + the value is that of another estimator, and the gradient that of k2.
     if loss.kl in ("k2", "mse") or loss.kl.endswith("+"):
         return moved.square() / 2
     if loss.kl in ("k1", "kl", "abs"):
         return moved.abs() if loss.kl == "abs" else moved
+    # verl clamps both, so that no gradient comes from beyond.
     bounded = (-moved).clamp(-20, 20)
     return (bounded.exp() - bounded - 1).clamp(-10, 10)
 

@@ -56,6 +56,7 @@ class Gradient:
             self._hook.remove()
 
     def _add(self, gradient: torch.Tensor) -> None:
+        # A copy: autograd may go on to add into the tensor that it passes.
         self.values = gradient.detach().clone() if self.values is None else self.values + gradient
 
 

@@ -149,6 +149,7 @@ def page(title: object, run: Record) -> Iterator[str]:
         yield f"      {line['where']}"
         for example in line["examples"]:
             yield f"      such as {example['text']}" + (f" (report.html{example['link']})" if "link" in example else "")
+        # Lines of one explanation share it.
         if line["also"] not in ("", also):
             yield f"      also tried, and what each explains alone: {line['also']}"
         also = line["also"]
@@ -175,6 +176,7 @@ def _check_types(values: Any, types: Mapping[str, Any]) -> None:
         raise ValueError("is no object")
     for name, kind in types.items():
         value = values.get(name)
+        # JSON's whole numbers may be larger than int64, in which they are kept.
         if not isinstance(value, kind) or (kind is int and not 0 <= value < 2**63):
             raise ValueError(f"{name}={value!r:.40} is not of the type that a receipt has")
 

@@ -105,6 +105,7 @@ def check_settings(settings: Settings) -> None:
         return
     check_rules(RULES, settings, settings.named(METHOD))
     for shortcut, against in ((SKIP, AGAINST_SKIPPING), (REUSE, AGAINST_REUSE)):
+        # With auto the loaded model decides, in the trainer (why_not_skip, why_not_reuse).
         if settings[shortcut] is True:
             check_rules(against, settings, settings.named(shortcut))
 
@@ -122,6 +123,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any]
     )
     if method is not None:
         method.check_tokenizer(tokenizer)
+        # Without responses it reads the tokenizer's vocabulary alone, and raises where that hides the answer.
         find_answer_spans([], tokenizer, method.span)
 
 
@@ -147,7 +149,9 @@ def _depends(probe: Callable[[], Finding] | None) -> str:
     if probe is None:
         return ""
     finding = probe()
-    return "" if finding.holds else f"in this model responses depend on those beside them, or on chance: {finding}"
+    if finding.holds:
+        return ""
+    return f"in this model responses depend on those beside them, or on chance: {finding}"
 
 
 # ------------------------------------------------------------------------------------------------------- every run
@@ -245,13 +249,17 @@ def _underflowing(s: MethodSettings) -> str:
 
 def _coarse_entropy(s: MethodSettings) -> str:
     """verl's option, in the actor's section or in that of its engine, where a method would rank coarse values."""
+    if not s.method.ranks_entropy or not _half(s):
+        return ""
     option = CHUNKING if s[CHUNKING] is not None else CHUNKING.replace(ACTOR, f"{ACTOR}.{s[STRATEGY]}")
-    return option if s.method.ranks_entropy and _half(s) and not s[option] else ""
+    return "" if s[option] else option
 
 
 def _slicing(s: MethodSettings) -> str:
     """The option of the two by which a rank has a slice of each sequence, and the method a pass."""
-    return max(SLICES, key=lambda option: s[option] or 1) if s.sliced and s.method.uses else ""
+    if not s.sliced or not s.method.uses:
+        return ""
+    return max(SLICES, key=lambda option: s[option] or 1)
 
 
 def _adapts_head(s: Settings) -> bool:
@@ -286,17 +294,22 @@ def _discount(s: MethodSettings) -> str:
 
 def _lengths_in_loss(s: Settings) -> str:
     """The option by which the loss divides by numbers of tokens."""
-    if s[LOSS] == "sapo":
+    if s[LOSS] == "sapo":  # it has each response's mean over its tokens, whatever loss_agg_mode says
         return LOSS
+    if s[AGGREGATION] == "seq-mean-token-sum":
+        return ""
+    # Without the option, verl's constant is the micro-batch's longest response.
     by_constant = s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is not None
-    return "" if by_constant or s[AGGREGATION] == "seq-mean-token-sum" else AGGREGATION
+    return "" if by_constant else AGGREGATION
 
 
 def _several_updates(s: Settings) -> str:
     """The option by which a batch has several updates, whose old log-probabilities are those before the first."""
     if (s[BATCH] or 0) > (s[MINI_BATCH] or math.inf):
         return MINI_BATCH
-    return EPOCHS if (s[EPOCHS] or 1) > 1 else ""
+    if (s[EPOCHS] or 1) > 1:
+        return EPOCHS
+    return ""
 
 
 RULES = (
@@ -517,6 +530,7 @@ OBSTACLES = (
     Obstacle(f"{MODEL}.mtp.enable_train", skip=EVERY, reuse=UNKNOWN),
     Obstacle(f"{MODEL}.override_config.output_router_logits", skip=EVERY),
     Obstacle(
+        # In separate_async each mini-batch is an update of its own.
         MINI_BATCH,
         reuse="later mini-batches are not of the old policy",
         when=lambda s: s[MINI_BATCH] != s[BATCH] and s.kind != "separate_async",

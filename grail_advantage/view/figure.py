@@ -47,6 +47,7 @@ def write_figure(run: Run, step: int | None, row: int | None, path: Path, width:
     another suffix, a width that leaves no room for the text, or no such response."""
     if path.suffix not in (".svg", ".pdf", ".png"):
         raise ValueError(f"--output {path}: the name of a figure's file ends in .svg, .pdf or .png")
+    # Without a date, so that equal figures are equal files.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
     content = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
@@ -116,6 +117,7 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     tokens, starts, ends, tops = (np.array(column) for column in zip(*pieces, strict=True))
     bars = partial(axes.bar, align="edge", linewidth=0)
     for place, values_T in enumerate(strips.values()):
+        # A logarithmic scale has no place for 0.
         plotted = values_T[tokens] if name != "weight" else np.maximum(values_T[tokens], 1e-6)
         colours = COLOURS(norm(np.ma.masked_invalid(plotted)))
         bottom = tops + _LINE + _STRIP * place
@@ -146,6 +148,7 @@ def wrap(texts: Sequence[str], columns: int) -> Iterator[list[tuple[int, int, st
         for part in text.splitlines(keepends=True):
             for piece in (part[start : start + columns] for start in range(0, len(part), columns)):
                 at = line[-1][1] + len(line[-1][2]) if line else 0
+                # Blanks at the end may stand in the margin.
                 if at + len(piece.rstrip()) > columns:
                     yield line
                     line = []

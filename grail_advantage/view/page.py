@@ -111,6 +111,7 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     room = 1e6 * megabytes - 100_000 - len(packed(_json(curves)))
     held = Held()
     wholes = [Whole(run, number) for number, run in enumerate(runs)]
+    # What a run leaves of its share goes to those after it.
     for remaining, of_run in zip(range(len(runs), 0, -1), wholes, strict=True):
         of_run.read(held, (rollouts - len(held.rows)) / remaining, (room - held.size) / remaining)
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
@@ -136,10 +137,12 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     parts = {
         "POLICY": "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; "
         "form-action 'none'".format(*hashes),
+        # A folder's name that is no UTF-8 has halves of surrogate pairs.
         "TITLE": html.escape(" against ".join(names).encode("utf-8", "replace").decode("utf-8")),
         "INDEX": packed(_json(index)),
         "BLOCKS": "\n".join(blocks),
     }
+    # In one pass, as what is put in may itself hold such a name.
     return re.sub(r"%([A-Z]+)%", lambda match: parts[match[1]], text)
 
 
@@ -190,6 +193,7 @@ class Held:
             )
             blocks.append(packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}'))
         size = sum(map(len, [*blocks, packed(_json(rows))]))
+        # The first group comes in whatever its size: a page without one shows no token.
         if self.rows and self.size + size > limit:
             return False
         self.rows += rows
@@ -204,6 +208,7 @@ class Held:
         old, edges = flat(table["old_log_prob"])
         sampler, of_sampler = flat(table["rollout_log_probs"])
         sources["surprisal"] = -old, edges
+        # A run may have one of the two alone.
         if len(sampler) == len(old):
             sources["mismatch"] = sampler - old, of_sampler
         for method, of_method in methods.items():
@@ -234,8 +239,10 @@ _POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])  # by expon
 def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
     """Values of many responses, end to end, as JSON arrays of numbers with 4 significant digits, and ``null`` for what is
     not finite: a text a response, ``None`` where it has no values. ``offsets``: where each begins, and the end."""
+    # 0.0123456 has the exponent -2: times 10^5 it is 1235, which gives 0.01235.
     safe = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
     scale = _POWERS[3 - np.floor(np.log10(np.abs(safe))).astype(np.int64)]
+    # As float32, which arrow prints in as few digits as it needs.
     rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(np.float32)
     words = pc.fill_null(pa.array(rounded, from_pandas=True).cast(pa.string()), "null")
     joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(offsets), words), ",").to_pylist()
@@ -244,12 +251,14 @@ def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
 
 def packed(text: str) -> str:
     """Gzip in base 64, as a ``<script>`` may hold it; digits take four times as long at level 6, and 10 % less room."""
+    # No time in it, so that equal pages are equal files.
     return base64.b64encode(gzip.compress(text.encode(), 4, mtime=0)).decode()
 
 
 def _json(value: Any) -> str:
     """JSON, in which what is not finite is null."""
     text = json.dumps(value, separators=(",", ":"))
+    # A text may hold these words, and comes back unchanged.
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), separators=(",", ":"))
     return text

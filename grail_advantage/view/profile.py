@@ -73,6 +73,7 @@ def profiles(table: pa.Table) -> np.ndarray:
     row_R = np.repeat(np.arange(rows, dtype=np.int32), lengths_N)[inside_T]
     tokens_N = np.bincount(row_R, minlength=rows)
     rank_R = np.arange(len(row_R)) - np.repeat(np.cumsum(tokens_N) - tokens_N, tokens_N)
+    # The third of 5 tokens: (2 * 2 + 1) * 20 // (2 * 5) is bin 10 of 20.
     cell_R = row_R * BINS + (2 * rank_R + 1) * BINS // (2 * tokens_N[row_R])
     sums = np.bincount(cell_R, flat(table["weight"])[0][inside_T], minlength=rows * BINS)
     count = np.bincount(cell_R, minlength=rows * BINS)

@@ -36,8 +36,10 @@ def open_run(path: Path | str) -> Run:
     files = [path, folder / METRICS_FILE, Path(f"{folder.resolve()}.jsonl")]
     dump = read_dump(folder / TOKENS)
     if not dump.files:
+        # The folder may be that of the dump.
         dump = read_dump(folder)
     if not dump.files:
+        # A run without a dump is shown by its metrics.
         dump.problems.clear()
     file = next((candidate for candidate in files if candidate.is_file()), None)
     metrics = read_metrics(file, dump.problems) if file else {}
