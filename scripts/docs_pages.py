@@ -296,12 +296,12 @@ def contract() -> list[str]:
         names = [*record.__dataclass_fields__, "#"]
         source = re.sub("  # type: ignore.*", "", source.replace("field(default_factory=dict)", "{}"))
         fields = [line for line in source.splitlines() if re.split("[: ]", line.strip())[0] in names]
-        lines += [f"class {record.__name__}:", *fields, ""]
+        lines += [f"class {record.__name__}:", *fields, "", ""]
     lines.append("class Method:")
     for name in ("select", "prepare", "run", "scores", "weights"):
         member = getattr(Method, name)
         sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
-        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {sentence}")
+        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {_names(sentence)}")
     return [*lines, "```"]
 
 
