@@ -180,11 +180,11 @@ def _modes() -> list[str]:
             uses.setdefault(WORDS.get(method.uses, method.uses), []).append(method)
     rows = [[_heading(of_words), words] for words, of_words in reads.items()]
     passes = [f"{words} by {_heading(of_words)}" for words, of_words in uses.items()]
-    whole = _heading([method for method in KNOWN if method.uses in verl_rules.NEEDED_WHOLE])
+    unsharded = _heading([method for method in KNOWN if method.uses in verl_rules.NEEDED_WHOLE])
     entropy = _heading([method for method in KNOWN if "entropy" in method.reads])
     lines = ["## Inputs and modes", "", *table(["`algorithm.adv_estimator`", "reads of the batch"], rows)]
     lines += ["", f"Uses of the model: {'; '.join(passes)}."]
-    lines += [f"Not with sequence parallelism or fused kernels: {whole}. Not in bypass mode: {entropy}."]
+    lines += [f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}."]
     lines += ["`compute_token_weights` computes log-probabilities and entropies itself if they are not given."]
     return lines
 
