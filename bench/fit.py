@@ -51,6 +51,7 @@ def ridge(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
 
 def predicted(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     """The cosine of fits to the other parts' problems."""
+    # By problem: a fit that has seen other responses to one would know its values.
     parts = np.unique([case.problem for case in cases], return_inverse=True)[1] % PARTS
     signs = [case.advantage > 0 for case in cases]
     keys = list(zip(signs, parts.tolist(), strict=True))

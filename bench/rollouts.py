@@ -161,6 +161,7 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
 
     async def of_all(prefixes: Sequence[Prefix], limits: Sequence[int]) -> list[list[list[int]]]:
         if not engines:
+            # With the first request: a command that finds everything drawn starts no engine.
             engines.append(start_engine(folder, longest, 1, prefix_cache=True))
             atexit.register(engines[0].shutdown)
         return await asyncio.gather(*map(of_prefix, prefixes, limits))

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     prefixes = [tuple(tokenize(Response(id="", prompt=prompt, response=""), tokenizer)[1]) for prompt in prompts]
     judge = judge_of(options.reward)
     draw = drawer(options, "responses", prefixes)
+    # What was written holds whole questions, so that their number says where to go on.
     for first in range(len(lines) // options.samples, len(questions), TOGETHER):
         batch = range(first, min(first + TOGETHER, len(questions)))
         drawn = draw([prefixes[index] for index in batch], [options.length] * len(batch))

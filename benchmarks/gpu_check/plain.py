@@ -124,6 +124,7 @@ def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
             measured[label] = {"seconds": durations, "x the forward": median(durations) / forward, PEAK: peak}
         except torch.cuda.OutOfMemoryError:
             measured[label] = {PEAK: math.inf}
+        # The gradients of training would count in the next pass's peak.
         model.eval().zero_grad(set_to_none=True)
         release()
     outcome.figures(f"Passes, {shape}", measured, f"One response of {tokens} tokens; inf: does not fit.")
