@@ -70,6 +70,7 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
     """The fit, and the report on it. ValueError: it does not follow the credit of other problems."""
     incorrect = [case for case in cases if case.advantage < 0]
     correct = [case for case in cases if case.advantage > 0]
+    # Each sign of the advantage has a fit of its own.
     problems = min(len({case.problem for case in part}) for part in (incorrect, correct))
     if problems < FEWEST:
         raise ValueError(

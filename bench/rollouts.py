@@ -78,6 +78,7 @@ def judge_of(name: str) -> Callable[[str, Any], bool]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--reward {name}: {error}; name it as MODULE:FUNCTION") from error
 
+    # Continuations repeat each other's texts, and math-verify takes its time.
     @lru_cache(maxsize=1_000_000)
     def judge(text: str, ground_truth: Any) -> bool:
         score = compute_score("", text, ground_truth)
@@ -96,6 +97,7 @@ def model_for(options: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
     """The tokenizer of ``--model``, and what loads the model where no engine does. ValueError: an option is not usable."""
     if options.samples < 1 or options.length < 1:
         raise ValueError("--samples and --length must be at least 1")
+    # Beside vLLM's engine only the tokenizer is used here.
     device = "cpu" if options.device == "vllm" else options.device
     check_options(options.temperature, 1, device)
     return model_of(options.model, device)

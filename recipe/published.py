@@ -53,6 +53,7 @@ class Setting:
 
 
 def _loss(mode: str, scale: float, longest: int) -> str | None:
+    # Dr. GRPO divides by the length that a response may have at most, whatever the batch.
     return "dr_grpo" if (mode, scale) == ("seq-mean-token-sum-norm", longest) else None
 
 

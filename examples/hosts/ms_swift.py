@@ -114,6 +114,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _host(self, rollouts):
         zero_stage = getattr(self.accelerator.state.deepspeed_plugin, "zero_stage", 0)
+        # A forward of sharded parameters is a collective, in which every process takes part.
         is_sharded = self.is_fsdp_enabled or zero_stage == 3
         return PlainHost(
             self.accelerator.unwrap_model(self.model),
