@@ -124,8 +124,8 @@ TRAINER = (
             "data.apply_chat_template_kwargs model.path", _thinking),
     Setting("vllm_importance_sampling_correction", True, "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: level is not None, instead=False,
-            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens, so that the ratio is the product of "
-            "the trainer's masses in them, below 1: long and uncertain responses count less, in GRPO and GRAIL alike"),
+            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens: the ratio is the product of the "
+            "trainer's masses in them, below 1, and long, uncertain responses count less in GRPO and GRAIL alike"),
     Setting("vllm_importance_sampling_mode", "sequence_mask", "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: {"sequence": "sequence_mask"}.get(level), corrected="none"),
     Setting("vllm_importance_sampling_clip_max", 3.0, "TRL, as vllm_importance_sampling_cap",

@@ -290,19 +290,20 @@ def patches() -> list[str]:
 
 
 def contract() -> list[str]:
-    """Returns what a method gets and gives: fields of the records, as the source has them, and the members that it may
-    write."""
+    """Returns what a method gets and gives: fields of the records, an empty mapping written ``{}``, and the members that
+    it may write."""
     lines = ["```python"]
     for record in (Rollouts, Row, RowScores):
         source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]  # keys: of hosts
         names = [*record.__dataclass_fields__, "#"]
+        source = re.sub("  # type: ignore.*", "", source.replace("field(default_factory=dict)", "{}"))
         fields = [line for line in source.splitlines() if re.split("[: ]", line.strip())[0] in names]
-        lines += [f"class {record.__name__}:", *fields, ""]
+        lines += [f"class {record.__name__}:", *fields, "", ""]
     lines.append("class Method:")
     for name in ("select", "prepare", "run", "scores", "weights"):
         member = getattr(Method, name)
         sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
-        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {sentence}")
+        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {_names(sentence)}")
     return [*lines, "```"]
 
 
@@ -313,7 +314,7 @@ def published() -> list[str]:
         first = len(rows)
         for setting in settings:
             corrected, _, why = setting.corrected.partition(": ")
-            if setting.value is None and not corrected and not setting.why:
+            if setting.value is None and not corrected:
                 continue
             ours = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
             if ours and setting.value is not None:
