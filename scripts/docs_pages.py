@@ -261,6 +261,7 @@ def trl() -> list[str]:
 
 def biases() -> list[str]:
     """Returns the biases of turns, by the options of both hosts."""
+    # biases_of_turns() makes the rules of both hosts, in one order.
     of_verl, of_trl = (filter(_is_bias, rules) for rules in (verl_rules.RULES, trl_rules.RULES))
     rows = [
         [_options(in_verl), _options(in_trl), in_verl.because.removeprefix(BIAS)]
@@ -280,6 +281,7 @@ def _own_warnings(rules: Iterable[Rule]) -> list[Rule]:
 def _options(rule: Rule) -> str:
     """Returns a rule's options without the sections that most have in front; of several with one name the first."""
     names = [rule.option] if isinstance(rule.option, str) else rule.option
+    # Reversed, so that of two options with one last name the first stays.
     last = {name.split(".")[-1]: name for name in reversed(names)}
     texts = [re.sub("^(actor_rollout_ref|algorithm)[.]", "", name) for name in names if name in last.values()]
     return ", ".join(f"`{name}`" for name in texts)
