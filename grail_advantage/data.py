@@ -105,7 +105,9 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
         if values.dtype != torch.bool and ((values != 0) & (values != 1)).any():
             raise ValueError(f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant")
         return values.bool()
-    return values.long() if kind == "whole" else values
+    if kind == "whole":
+        return values.long()
+    return values
 
 
 def _check_one_a_response(name: str, values: Any, count: int) -> None:
@@ -153,9 +155,8 @@ class Rollouts:
     sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
     examples: Sequence[Example | None] | None = None
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``
-    columns: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # those above that the host has; to a method NaN where the model did not write
+    # Those above that the host has; to a method NaN where the model did not write
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     keys: Sequence[str] = ()
     places: Sequence[int] = ()  # by default 0, 1, 2, ... both
     # For the dump: id, ground_truth, outcome, prompt, reward, labels

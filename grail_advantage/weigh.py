@@ -99,7 +99,8 @@ def with_columns(
     missing = [name for name in names if name not in rollouts.columns]
     if not missing:
         return rollouts
-    selected = range(len(rollouts)) if selected is None else selected
+    if selected is None:
+        selected = range(len(rollouts))
     return replace(rollouts, columns={**rollouts.columns, **host.columns(missing, selected)})
 
 

@@ -148,7 +148,10 @@ class HighEntropy(Method):
         x = scores[among]
         cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
         chosen = among & (scores >= cut)
-        return Weights(chosen.float() * (len(x) / int(chosen.sum()) if self.denominator == "selected" else 1.0))
+        w = chosen.float()
+        if self.denominator == "selected":
+            w = w * (len(x) / int(chosen.sum()))
+        return Weights(w)
 
 
 @register("stare")

@@ -70,9 +70,8 @@ class Saliency(Mapped):
         return row.start + start, row.start + end
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        return replace(
-            row, tokens=row.tokens[: self.target_positions(row)[1]]
-        )  # nothing after the target can influence it
+        # Nothing after the target can influence it.
+        return replace(row, tokens=row.tokens[: self.target_positions(row)[1]])
 
     def of_row(self, row: Row, saliency: Tensor, norms: Tensor) -> RowScores:
         """A response's scores from the saliency of its positions, the first being the one before the response."""

@@ -175,9 +175,9 @@ def result(step: str) -> str:
     numbers = _NUMBER.findall(step)
     if not numbers:
         return " ".join(step.split())
-    sign = "-" if numbers[-1].startswith("-") else ""
     integer, _, decimals = numbers[-1].lstrip("+-").replace(",", "").partition(".")
     integer = integer.lstrip("0") or "0"
     decimals = decimals.rstrip("0")
+    number = f"{integer}.{decimals}" if decimals else integer
     # -0 is 0.
-    return sign * (integer != "0" or bool(decimals)) + integer + (f".{decimals}" if decimals else "")
+    return f"-{number}" if numbers[-1].startswith("-") and number != "0" else number

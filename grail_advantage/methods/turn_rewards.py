@@ -51,7 +51,9 @@ def rewards_label(rewards: Any) -> list[Any]:
         calls, is_flat = read_rewards(rewards)
     except ValueError:
         return []
-    return [numbers[0] if numbers else None for numbers in calls] if is_flat else calls
+    if not is_flat:
+        return calls
+    return [numbers[0] if numbers else None for numbers in calls]
 
 
 def list_a_turn(rewards: Any, turns: int) -> Any:

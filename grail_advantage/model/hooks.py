@@ -173,7 +173,9 @@ def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
 def gradient_at(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> torch.Tensor:
     """Gradient of ``loss`` at the leaf alone, float32 (B, S, D). ValueError: a layer between them, such as a quantised
     one, passes no gradient."""
-    gradient = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)[0] if loss.requires_grad else None
+    gradient = None
+    if loss.requires_grad:
+        (gradient,) = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)
     if gradient is None:
         raise ValueError(
             "model has layers that pass no gradient, as torch's int8 linears; load it without quantisation, or take a "

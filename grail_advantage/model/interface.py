@@ -128,8 +128,12 @@ def sequence_forward(
             rounds.take()
         tokens_NS = tokens_NS.to(rounds.device)
         kept_K = kept_K.to(rounds.device)
-        named: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
-        cached = cache.get_seq_length() if cache is not None else 0
+        named: dict[str, Any] = {}
+        cached = 0
+        if cache is not None:
+            named["past_key_values"] = cache
+            cached = cache.get_seq_length()
+        # The mask is also of the tokens whose keys and values the cache holds.
         named["attention_mask"] = tokens_NS.new_ones(len(tokens_NS), cached + tokens_NS.shape[1])
         release_waiting_hooks(model)  # of the forward before
         with at_head(model, lambda hidden_BSD: hidden_BSD[:, kept_K]), around():
