@@ -481,6 +481,7 @@ def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None,
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
+    # By the seed alone, so that a resumed run chooses the same ones.
     order = np.random.default_rng(list(seed)).permutation(sorted(members)).tolist()
     room = len(groups) if limit is None else limit
     chosen: dict[int, list[int]] = {}
@@ -643,6 +644,7 @@ def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighe
         "methods": methods,
         "labels": labels,
     }
+    # Some hosts know prompts by their ids alone.
     if not r.facts.get("prompt"):
         values["prompt"] = [as_utf8(texts.decode(prompt.tolist())) for prompt in r.prompts]
     for name, column in r.columns.items():  # some hosts have values for a tool's tokens as well

@@ -147,6 +147,7 @@ def analyze(
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
     about = {
         "model": model,
+        # With all options, so that another default is another analysis.
         "methods": {name: repr(method) for name, method in chosen.items()},
         "answer": answer.name,
         "after": later[0] if later else None,

@@ -169,12 +169,14 @@ class Oar(Mapped):
                 size = (length, noisy.shape[-1])
                 # For the whole length, so that a row that is cut has the same noise on what is left of it.
                 noise = torch.randn(size, generator=generator, device=noisy.device, dtype=torch.float32)
+                # Only the host knows where the row is: several may be packed into one.
                 place, start = micro.at(index, first)
                 piece = noisy[place, start : start + count]
                 piece.copy_(piece + self.noise_std * noise[:count])  # in float32 where the model is narrower
             return noisy
 
         with torch.no_grad():
+            # Without a graph: J is differentiated at the noisy embeddings alone.
             clean = read_probe(micro.logits(probes), tokens, counts, self.probe)
         embedding = micro.leaf("embeddings")
         # Before capture_leaf(): hooks run in this order, so that the leaf is the noisy embedding.
@@ -267,6 +269,7 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     # Of scores 1 and 3 of the tokens 0 and 2, token 1 lies half way and has 2.
     upper = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
     lower = torch.where(replaced[upper] > index, upper - 1, upper).clamp(min=0)
+    # At a replaced token, and beyond the outermost, both are the same one.
     gap = (replaced[upper] - replaced[lower]).clamp(min=1)
     share = ((index - replaced[lower]) / gap).clamp(0, 1)
     return torch.lerp(scores[lower], scores[upper], share.to(scores.dtype))

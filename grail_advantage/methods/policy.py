@@ -99,6 +99,7 @@ class EntropyBonus(Method):
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         a = r.advantages[:, None]
         bonus = (self.alpha * scores.double() / a.abs()).clamp(max=1 / self.kappa)
+        # Where A is 0 the bonus is infinite or NaN, and any weight does.
         w = torch.where(a != 0, 1 + a.sign() * bonus, 1.0)
         return Weights(w.float(), 1 - 1 / self.kappa, 1 + 1 / self.kappa)
 
@@ -177,6 +178,7 @@ class Stare(Method):
     strength: float = option(0.1, "how far the weights of the chosen tokens are from 1", gt=0, le=1)
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+        # A response without a finite entropy has no score, so that it does not reach the batch's mean.
         return torch.where(entropy(r).isfinite(), surprisal(r), torch.nan)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
@@ -211,6 +213,7 @@ class Steer(Method):
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among].double()
+        # Equal scores have no place between the two weights.
         if x.min() == x.max():
             return Weights(torch.ones_like(scores))
         place = (scores.double() - x.min()) / (x.max() - x.min())

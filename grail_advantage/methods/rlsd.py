@@ -84,6 +84,7 @@ class Privileged(BaseMethod):
         text = self._privileged_text(example)
         if example is None or not text:
             return row
+        # Copies, as one of them is changed.
         messages = [dict(message) for message in example.messages]
         question = next(message for message in reversed(messages) if message.get("role") == "user")
         if not isinstance(question["content"], str):

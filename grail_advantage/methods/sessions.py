@@ -45,6 +45,7 @@ class Session:
         g = self.rewards.copy()
         if outcome:
             g[-1] += self.outcome
+        # Rewards 0, 1 with the outcome 2 give 1.5, 3 at gamma 0.5.
         for k in range(len(g) - 2, -1, -1):
             g[k] += gamma * g[k + 1]
         return g
@@ -146,6 +147,7 @@ class TurnMethod(AdvantageMethod):
                 fields={name: [r.fields[name][index] for index in indices] for name in self.field_names},
             )
             if not compared:
+                # Not finite, so that the session trains nothing.
                 scores[indices] = torch.nan
         for session, advantages in zip(sessions.compared, self.by_groups(sessions.compared), strict=True):
             for (index, start, stop), advantage in zip(session.turns, advantages, strict=True):

@@ -64,6 +64,7 @@ class Pattern(Method):
             mask = r.mask[index].numpy()
             inside = matched(texts(tokens), texts.have_bytes(tokens), expression)
             if inside is None:
+                # Not finite, so that the response has weight 1.
                 scores[index] = torch.nan
                 continue
             scores[index] = torch.from_numpy(inside & mask).float()
@@ -89,6 +90,7 @@ def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Patt
         inside[slice(*match.span(group))] = True  # of a group that took no part (-1, -1), nothing
     lengths = np.array([len(piece) for piece in texts], dtype=np.int64)
     starts = starts_of(texts)
+    # Of "a=12" with 12 inside they are 0 0 0 1 2 2, and rise within the tokens that match.
     counts = np.concatenate([[0], np.cumsum(inside)])
     return have_bytes & (counts[starts + np.maximum(lengths, 1)] > counts[starts])
 

@@ -90,6 +90,7 @@ def rewards_by_turn(
         return np.array([sum(numbers) for numbers in calls], dtype=np.float64)
     scores = [0.0]
     for numbers in calls:
+        # A turn without a score leaves the state as it was.
         scores.append(numbers[-1] if numbers else scores[-1])
     return np.diff(scores)
 

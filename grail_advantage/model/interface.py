@@ -90,6 +90,7 @@ class RankRounds:
         self.most(1)
 
     def wait(self) -> Iterator[None]:
+        # 0 of all ranks: no one has a pass left.
         while self.most(0):
             yield
 
@@ -104,6 +105,7 @@ class RankRounds:
 
 def places_of(ranges: Sequence[Range], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Every position of a range of each row: the row and the position, int64 (K,) each."""
+    # Ranges (1, 3) and (0, 1) are the rows 0, 0, 1 and the positions 1, 2, 0.
     row_K = torch.cat(
         [torch.full((past - first,), row, device="cpu", dtype=torch.int64) for row, (first, past) in enumerate(ranges)]
     )

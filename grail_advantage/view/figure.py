@@ -89,6 +89,7 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     if columns < 20:
         raise ValueError(f"--width {width:g} leaves {max(0, columns)} characters a line beside the names; give more")
     named = zip(row["token_ids"], row["tokens"], strict=True)
+    # A token without text and name shows that it is there.
     texts = [visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}")) for token, text in named]
     wrong = range(*(range_of(json.loads(row["labels"] or "{}").get("wrong_step"), len(texts)) or (0, 0)))
     lines = list(wrap(texts, columns))

@@ -108,6 +108,7 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     """The page of one run or several; see :func:`write_report`."""
     names = _names([run.folder for run in runs])
     curves = _curves(runs)
+    # Less the page's own script and style, 36 kB, with a margin.
     room = 1e6 * megabytes - 100_000 - len(packed(_json(curves)))
     held = Held()
     wholes = [Whole(run, number) for number, run in enumerate(runs)]
