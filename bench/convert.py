@@ -39,8 +39,10 @@ def line_of(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     }
     if next(BOXED.find(SEPARATOR.join(record["steps"]).encode()), None) is None:
         return "without an answer", line
-    if has_error == is_correct:
-        return "correct in spite of an error" if is_correct else "incorrect, no first error known", line
+    if has_error and is_correct:
+        return "correct in spite of an error", line
+    if not has_error and not is_correct:
+        return "incorrect, no first error known", line
     return "errors" if has_error else "controls", line
 
 

@@ -80,7 +80,9 @@ def largest_loss(credit_M: np.ndarray, right: Sequence[str]) -> int | None:
     p = 0.0  # after the last step comes the reward, which has no noise
     if step + 1 < len(right):
         p = _p_of(right[step].count("1"), right[step + 1].count("1"), len(right[0]))
-    return step if credit_M[step] < 0 and p * len(credit_M) < SIGNIFICANT else None
+    if credit_M[step] >= 0 or p * len(credit_M) >= SIGNIFICANT:
+        return None
+    return step
 
 
 def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
@@ -94,7 +96,9 @@ def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
     step_T = np.searchsorted(values["starts"][1:], np.arange(len(row)), side="right")
     steps = len(right) - values["answered"]
     advantage = float(row.base_advantage_T[0])
-    loss = largest_loss(credit_3J[2, :steps], right) if advantage < 0 and steps else None
+    loss = None
+    if advantage < 0 and steps:
+        loss = largest_loss(credit_3J[2, :steps], right)
     kind_T = np.array([kind_of(piece) for piece in row.tokens])
     label = Label(np.where(step_T < steps, step_T, -1), kind_T, loss)
     case = Case(row, advantage, label, step_T, credit_3J[2], credit_3J[:2], steps, token_advantages(row))
@@ -139,6 +143,7 @@ def correlation(cases: Sequence[Case], triples: Sequence[tuple[np.ndarray, np.nd
         cases: responses, for their problems.
         triples: of each the values that are compared, the credit, and the credit by the halves, (2, ...).
     """
+    # The product of the halves has no noise on average; the square of the credit would.
     parts = [(values @ credit, values @ values, halves[0] @ halves[1]) for values, credit, halves in triples]
     sums_P3 = pd.DataFrame(parts).groupby([case.problem for case in cases]).sum().to_numpy()
     square = mean_of(sums_P3[:, 2])
@@ -146,6 +151,7 @@ def correlation(cases: Sequence[Case], triples: Sequence[tuple[np.ndarray, np.nd
         return np.full(1 + len(sums_P3), np.nan)
     total_3 = sums_P3.sum(axis=0)
     cross, norm, square_credit = np.vstack([total_3, total_3 - sums_P3]).T
+    # A method that gives all steps the same has the norm 0 but for rounding.
     return np.where(norm > 1e-12, cross / np.sqrt(np.maximum(norm * square_credit, 1e-30)), 0.0)
 
 
@@ -160,6 +166,7 @@ def within(cases: Sequence[Case], name: str) -> list[Estimate]:
     beyond = []
     for problem, mean_M in pairs:
         peers = [peer_M for its_problem, peer_M in pairs if len(peer_M) == len(mean_M) and its_problem != problem]
+        # Without a peer it is compared with itself, and adds nothing.
         beyond.append(mean_M - np.mean(peers or [mean_M], axis=0))
     credits = [case.credit_J[: case.steps] for case in cases]
     halves = [centred(case.halves_2J[:, : case.steps]) for case in cases]
@@ -210,7 +217,10 @@ def verdicts(rows: Mapping[str, Mapping[str, Estimate]]) -> dict[str, str]:
     p_values = []
     for row in rows.values():
         pair = [row.get(f"{BEYOND}, incorrect", Estimate(math.nan)), row[COSINE]]
-        p_values.append(max(estimate.p for estimate in pair) if all(estimate.value > 0 for estimate in pair) else 1.0)
+        p = 1.0
+        if all(estimate.value > 0 for estimate in pair):  # both must hold, so the weaker one counts
+            p = max(estimate.p for estimate in pair)
+        p_values.append(p)
     corrected = zip(rows, holm(p_values), strict=True)
     return {name: FOLLOWS if p < SIGNIFICANT else NOTHING for name, p in corrected}
 
@@ -230,7 +240,9 @@ def report(folder: Path) -> str:
     names = [name for name in cases[0].row.methods if all(name in case.methods for case in cases)]
     of_methods = {name: figures(cases, name) for name in names}
     problems = len({case.problem for case in cases})
-    words = verdicts(of_methods) if problems >= FEWEST else dict.fromkeys(names, FEW)
+    words = dict.fromkeys(names, FEW)
+    if problems >= FEWEST:
+        words = verdicts(of_methods)
     rows.update(of_methods)
     # A column without any figure, such as of credit that is not above its noise, is left out.
     columns = [column for column in rows[NOISE] if not all(math.isnan(row[column].value) for row in rows.values())]

@@ -40,6 +40,7 @@ def ridge(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     """Coefficients (F,) of these features, 0 of the others; every token counts once."""
     input_NF = np.concatenate([abs(case.advantage) * features_of(case)[case.step_T][:, columns] for case in cases])
     credit_N = np.concatenate([case.credit_J[case.step_T] for case in cases])
+    # Where all advantages have one size, the constant has the deviation 0.
     deviation_F = input_NF.std(axis=0) + 1e-9
     scaled_NF = input_NF / deviation_F
     square_FF = scaled_NF.T @ scaled_NF + RIDGE * np.eye(len(columns))

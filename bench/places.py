@@ -60,7 +60,9 @@ def among(label: Label, compared_T: np.ndarray) -> Label | None:
     if len(steps) < 2 or (label.step is not None and label.step not in steps):
         return None
     step_T = np.where(compared_T, np.searchsorted(steps, label.step_T), -1)
-    return replace(label, step_T=step_T, step=None if label.step is None else int(np.searchsorted(steps, label.step)))
+    if label.step is None:
+        return replace(label, step_T=step_T)
+    return replace(label, step_T=step_T, step=int(np.searchsorted(steps, label.step)))
 
 
 def step_means(values_T: np.ndarray, step_T: np.ndarray) -> np.ndarray:
@@ -74,6 +76,7 @@ def by_step(blame_T: np.ndarray, label: Label) -> np.ndarray:
     means_M = step_means(blame_T, label.step_T)
     means_M = np.round(means_M / (np.abs(means_M).max() or 1), 9)  # equal values have means that differ by rounding
     above_MM = np.sign(means_M[:, None] - means_M) / 2 + 0.5
+    # A step and itself are a tie, 0.5, which is no comparison.
     return (above_MM.sum(axis=1) - 0.5) / (len(means_M) - 1)
 
 
@@ -86,6 +89,7 @@ def record_of(id: Any, problem: Any, advantages: TokenAdvantages, label: Label, 
         return about
     generator = np.random.default_rng([number, 5])
     compared_T = label.step_T >= 0
+    # Tokens without a score have a weight by rule, such as 1, which shuffling must not spread.
     moved_T = advantages.scored_T & compared_T
     shuffled_S = np.zeros(SHUFFLES)
     for shuffle in range(SHUFFLES):
@@ -108,7 +112,8 @@ def token_advantages(row: DumpRow) -> dict[str, TokenAdvantages]:
         advantage_T = of_method.advantage_T
         if advantage_T is None:
             advantage_T = of_method.weight_T * row.base_advantage_T
-            scored_T = scored_T if of_method.score_T is None else np.isfinite(of_method.score_T)
+            if of_method.score_T is not None:
+                scored_T = np.isfinite(of_method.score_T)
         scored_T = scored_T & (of_method.no_scores is None)
         by_method[name] = TokenAdvantages(advantage_T.astype(float), scored_T, of_method.no_scores)
     return by_method

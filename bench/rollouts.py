@@ -118,17 +118,18 @@ def _with_torch(
     limits: Sequence[int],
 ) -> list[list[list[int]]]:
     order = sorted(range(len(prefixes)), key=lambda index: len(prefixes[index]))  # a batch has about one length
-    numbers = [np.empty((0, options.length))]
+    if not prefixes:
+        return []
+    numbers = []
     for index in order:
         generator = np.random.default_rng(seed_of(purpose, prefixes[index]))
         numbers_KT = generator.random((options.samples, options.length))
+        # sample() ends a response in front of NaN.
         numbers_KT[:, limits[index] :] = np.nan
         numbers.append(numbers_KT)
     ids = [list(prefixes[index]) for index in order]
     copies = options.samples
-    responses = iter(
-        sample(model, tokenizer, ids, np.concatenate(numbers), options.temperature, copies=copies) if ids else []
-    )
+    responses = iter(sample(model, tokenizer, ids, np.concatenate(numbers), options.temperature, copies=copies))
     drawn = {index: list(itertools.islice(responses, copies)) for index in order}
     return [drawn[index] for index in range(len(prefixes))]
 

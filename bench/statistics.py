@@ -16,14 +16,15 @@ class Estimate(NamedTuple):
 
     value: float
     error: float = math.nan  # nan where it is not known
-    count: float = (
-        1  # independent parts, such as problems; of a difference of two samples, its degrees of freedom and 1
-    )
+    # Independent parts, such as problems; of a difference of two samples, its degrees of freedom and 1
+    count: float = 1
 
     @property
     def half(self) -> float:
         """Half of the 95 % interval by Student's distribution; nan where the error is not known."""
-        return float(stats.t.ppf(0.975, self.count - 1)) * self.error if self.count > 1 else math.nan
+        if self.count <= 1:
+            return math.nan
+        return float(stats.t.ppf(0.975, self.count - 1)) * self.error
 
     @property
     def p(self) -> float:
@@ -63,6 +64,7 @@ def above_controls(
     """
     counts_W1 = np.isfinite(controls_WC).sum(axis=1, keepdims=True)
     means_W1 = np.nanmean(controls_WC, axis=1, keepdims=True)
+    # Equal figures differ by rounding, and a difference of 1e-17 would have a p-value.
     gain_W = np.round(own_W - means_W1[:, 0], 9)
     # What each response adds to the mean gain: of the controls, by how much they are above the others of the same value.
     parts_W = (gain_W - gain_W.mean()) / len(own_W)
@@ -70,7 +72,10 @@ def above_controls(
     sums = [pd.Series(parts_W).groupby(list(clusters_W)).sum(), pd.Series(parts_C).groupby(list(clusters_C)).sum()]
     freedoms = np.array([max(1, len(sum_of_cluster) - 1) for sum_of_cluster in sums])
     variances = np.array([(sum_of_cluster**2).sum() * len(sum_of_cluster) for sum_of_cluster in sums]) / freedoms
-    freedom = float(variances.sum() ** 2 / (variances**2 / freedoms).sum()) if variances.any() else min(freedoms)
+    # Welch and Satterthwaite's degrees of freedom, which are 0 / 0 without a variance
+    freedom = float(min(freedoms))
+    if variances.any():
+        freedom = float(variances.sum() ** 2 / (variances**2 / freedoms).sum())
     return Estimate(float(gain_W.mean()), math.sqrt(variances.sum()), freedom + 1)
 
 

@@ -69,8 +69,11 @@ def label_of(row: DumpRow) -> tuple[Label | None, np.ndarray]:
     end = row.labels.get("answer", [len(row) - (row.tokens[-1] == "")])[0]  # an end token has no text
     step_T = np.searchsorted(starts[1:], places_T, side="right")
     start, stop = row.labels.get("wrong_step", (0, 0))
-    step = int(np.searchsorted(starts[1:], start, side="right")) if "wrong_step" in row.labels else None
+    step = None
+    if "wrong_step" in row.labels:
+        step = int(np.searchsorted(starts[1:], start, side="right"))
     label = among(Label(step_T, np.array([kind_of(piece) for piece in row.tokens]), step), places_T < end)
+    # A wrong step without a token cannot be blamed.
     if step is not None and start == stop:
         label = None
     return label, (places_T >= start) & (places_T < stop)
@@ -82,8 +85,10 @@ def sort_of(row: DumpRow, label: Label | None, needs_answer: bool) -> str:
     has_error = "wrong_step" in row.labels
     if needs_answer and "answer" not in row.labels:
         return "without an answer"
+    if is_correct and has_error:
+        return "correct in spite of an error"
     if row.outcome is None or is_correct == has_error:
-        return "correct in spite of an error" if is_correct else "no outcome or no first error known"
+        return "no outcome or no first error known"
     if label is None:
         return "fewer than two steps to compare"
     return "errors" if has_error else "controls"
@@ -191,15 +196,16 @@ def verdicts(figures: Mapping[str, Mapping[str, Estimate]], failed: Mapping[str,
         elif estimates["scored"].value < LEAST_SCORED:
             words[method] = UNSCORED
         else:
-            words[method] = PLACED if differences[0].value > 0 and differences[0].p < SIGNIFICANT else NOTHING
+            words[method] = NOTHING
+            if differences[0].value > 0 and differences[0].p < SIGNIFICANT:
+                words[method] = PLACED
             if above or below:
-                word = FINDS if above else SPARES
-                p_values[method] = (
-                    word,
-                    float(np.nan_to_num([difference.p for difference in differences], nan=1.0).max()),
-                )
+                # Every control must hold, so the weakest counts, and one without a p-value holds nothing.
+                p = float(np.nan_to_num([difference.p for difference in differences], nan=1.0).max())
+                p_values[method] = FINDS if above else SPARES, p
             else:
                 p_values[method] = words[method], 1.0
+    # References are no hypotheses, and would make the correction stricter.
     methods = [method for method in p_values if method not in REFERENCES]
     corrected = dict(zip(methods, holm([p_values[method][1] for method in methods]), strict=True))
     for method, (word, p) in p_values.items():

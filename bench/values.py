@@ -78,6 +78,7 @@ def main(arguments: Sequence[str]) -> None:
         drawn = draw([prefix for prefix, _, _ in new], limits)
         for key, continuations in zip(new, drawn, strict=True):
             prefix, prompt_length, truth = key
+            # A response is judged as a whole: its answer may be in front of the continuation.
             wholes = [[*prefix[prompt_length:], *continuation] for continuation in continuations]
             verdicts = [judge(text, truth) for text in tokenizer.batch_decode(wholes, skip_special_tokens=True)]
             digits[key] = "".join(str(int(is_right)) for is_right in verdicts)

@@ -44,6 +44,7 @@ def make_trainer(folder: Path, tokens: int, tokenizer: Any) -> Any:
     with hydra.initialize_config_dir(str(Path(__file__).parents[1] / "recipe/config"), version_base=None):
         config = hydra.compose("grail_trainer", overrides)
     cls = get_trainer_cls("grail_sync")
+    # verl's constructor would want data and workers.
     trainer = cls.__new__(cls)
     trainer.config = config
     trainer._read_settings(config)

@@ -61,8 +61,10 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def cell(value: Any) -> str:
+    if isinstance(value, list) and len(value) == 1:
+        return cell(value[0])
     if isinstance(value, list):
-        return f"{cell(median(value))} ({cell(min(value))} to {cell(max(value))})" if len(value) > 1 else cell(value[0])
+        return f"{cell(median(value))} ({cell(min(value))} to {cell(max(value))})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

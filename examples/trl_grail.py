@@ -263,7 +263,9 @@ def answer(row: dict[str, Any]) -> Any:
     if row.get("reward_model") is not None:
         return row["reward_model"].get("ground_truth")
     value = next((row[name] for name in ("answer", "solution") if row.get(name) is not None), None)
-    return value.rsplit("####", 1)[-1].strip() if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return value.rsplit("####", 1)[-1].strip()
 
 
 def reward(

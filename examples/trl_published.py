@@ -41,7 +41,9 @@ def main() -> None:
     options = parser.parse_args()
     output = options.output or Path("outputs", f"trl_published_{options.method}")
     arguments = trl_arguments(int(os.environ.get("WORLD_SIZE", "1")))
-    dtype = of_model["dtype"] if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else "float32"
+    dtype = "float32"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it keeps a copy in float32
+        dtype = of_model["dtype"]
     arguments["model_init_kwargs"] = {"dtype": dtype, "attn_implementation": of_model["attn_implementation"]}
     arguments |= {name: of_model[name] for name in ("save_steps", "save_total_limit")}
     arguments["logging_steps"] = 1
@@ -65,8 +67,10 @@ def main() -> None:
 
 def problems(source: str) -> Dataset:
     """Rows with ``prompt``, a message that ends as the published one does (U+0008 and ``oxed{}``), and ``solution``."""
-    local = Path(source).suffix == ".jsonl"
-    rows = Dataset.from_list(read_rows(source)) if local else load_dataset(source, split="train")
+    if Path(source).suffix == ".jsonl":
+        rows = Dataset.from_list(read_rows(source))
+    else:
+        rows = load_dataset(source, split="train")
     check_ground_truths(rows["solution"], source)
     return rows.map(
         lambda row: {"prompt": [{**row["prompt"][0], "content": row["prompt"][0]["content"] + PUBLISHED_SUFFIX}]}

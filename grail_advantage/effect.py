@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 EFFECT_METRICS = {
-    "moved_with_advantage_rate": "share of the tokens with `A_t != 0` whose log-probability moved in its direction",
-    "moved_with_advantage_weighted": "likewise, each token counted by the size of its change",
-    "moved_with_advantage_p50": "likewise of the tokens with a probability of at most 0.5 before the update",
-    "moved_with_advantage_p90": "likewise above 0.5, up to 0.9",
-    "moved_with_advantage_p99": "likewise above 0.9, up to 0.99",
+    "moved_with_advantage_rate": "share of tokens with `A_t != 0` whose log-probability moved with it",
+    "moved_with_advantage_weighted": "likewise, weighted by the change",
+    "moved_with_advantage_p50": "likewise, probability before the update at most 0.5",
+    "moved_with_advantage_p90": "likewise 0.5 to 0.9",
+    "moved_with_advantage_p99": "likewise 0.9 to 0.99",
     "moved_with_advantage_p100": "likewise above 0.99, where changes are tiny",
-    "credit_change_correlation": "Spearman's, of `A_t` and change, each less its response's mean; where `A_t` varies",
+    "credit_change_correlation": "Spearman's of `A_t` and change, each less its response's mean, where `A_t` varies",
 }
 """Figures of a step whose effect is measured, over the responses that the token dump writes."""
 # Rounding puts some probabilities above 1, so that the last part has no upper end.

@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 TOP_SHARE = 0.1
 
 METRICS = {
-    "answer_found_rate": "share of responses with a complete answer",
+    "answer_found_rate": "share of responses with an answer",
     "selected_rate": "share of responses that needed scores",
-    "weight_one_rate": "share of responses whose every weight is 1",
-    "non_finite_rate": "share of responses with weight 1, or with methods of turns 0, over a score that is not finite",
+    "weight_one_rate": "share of responses with every weight 1; near 1 the run is `uniform`",
+    "non_finite_rate": "share of responses with weight 1 (methods of turns: 0), as a score is not finite",
     "average_weight": "mean weight over valid tokens",
-    "weight_deviation": "its standard deviation, of the population",
-    "clipped_low_rate": "share of the weights from scores that met the map's lower bound before their sum was restored",
+    "weight_deviation": "its population standard deviation",
+    "clipped_low_rate": "share of scores' weights at the map's lower bound, before the sum is restored",
     "clipped_high_rate": "likewise the upper bound",
-    "effective_sample_ratio": "`(sum w)^2 / (T sum w^2)`, the responses' mean: 1 where weights are equal",
-    "top_share": "share of the batch's sum of `|A_t|` on its heaviest tenth of tokens with `A != 0`",
-    "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
-    "change_correct_answers": "share of the change, the sum of `|A_t - A|`, in the answer's content where `A > 0`",
+    "effective_sample_ratio": "`(sum w)^2 / (T sum w^2)`, the responses' mean; 1 for equal weights",
+    "top_share": "share of the batch's `|A_t|` on the heaviest tenth of tokens with `A != 0`",
+    "advantage_scale": "`mean |A_t| / mean |A|`",
+    "change_correct_answers": "share of the change, `|A_t - A|`, in the answer's content where `A > 0`",
     "change_incorrect_answers": "likewise where `A < 0`",
-    "change_scores": "likewise in all other tokens, by their scores; all three are 0 where nothing changes",
+    "change_scores": "likewise elsewhere; all three are 0 if nothing changes",
 }
 """The figures of every batch and their meanings; those of answers and of the change are of a batch with a tokenizer. A
 method that gives token advantages has none of ``OF_WEIGHTS``; where the others speak of weights they mean ``|A_t|``,
 and a response has weight 1 where every ``A_t`` is its ``A``."""
 OF_WEIGHTS = ("average_weight", "weight_deviation", "clipped_low_rate", "clipped_high_rate")
 GRADIENT_METRICS = {
-    "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",
-    "gradient_norm_p90": "90th percentile of them",
+    "gradient_norm_p10": "10th percentile of the pass's gradient norms",
+    "gradient_norm_p90": "90th percentile",
 }
 """Figures of a pass with gradients."""
 

@@ -73,7 +73,9 @@ def _hub(files: Any) -> dict[Any, float]:
 
 def _thinking(arguments: Any, model: str) -> Any:
     """The other models' templates have no such switch."""
-    return OmegaConf.to_container(arguments) if arguments or "Qwen3" in model else {"enable_thinking": False}
+    if arguments or "Qwen3" in model:
+        return OmegaConf.to_container(arguments)
+    return {"enable_thinking": False}
 
 
 # fmt: off
@@ -121,8 +123,8 @@ TRAINER = (
             "data.apply_chat_template_kwargs model.path", _thinking),
     Setting("vllm_importance_sampling_correction", True, "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: level is not None, instead=False,
-            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens, so that the ratio is the product of "
-            "the trainer's masses in them, below 1: long and uncertain responses count less, in GRPO and GRAIL alike"),
+            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens: the ratio is the product of the "
+            "trainer's masses in them, below 1, and long, uncertain responses count less in GRPO and GRAIL alike"),
     Setting("vllm_importance_sampling_mode", "sequence_mask", "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: {"sequence": "sequence_mask"}.get(level), corrected="none"),
     Setting("vllm_importance_sampling_clip_max", 3.0, "TRL, as vllm_importance_sampling_cap",

@@ -45,6 +45,7 @@ def torch_varlen(
             f"{ATTENTION} is for packed responses, and has no dropout, soft cap, sinks or cache; install flash-attn, "
             "or set +actor_rollout_ref.model.override_config.attn_implementation=sdpa"
         )
+    # Positions 0 1 2 0 1 jump at 0, at 3 and at the end, 5.
     jumps_N = position_ids[0].diff(prepend=position_ids[0, :1], append=position_ids[0, :1]) != 1
     limits = jumps_N.nonzero().flatten().int()  # 0, the start of each further sequence, and N
     longest = int(limits.diff().max())

@@ -184,7 +184,9 @@ def _owners(option: str) -> str:
     if all(option in type(method).model_fields for method in KNOWN):
         return "every method"
     without = ", ".join(f"`{name}`" for name, has in of_weights.items() if not has)
-    return f"methods of weights but {without}" if without else "methods of weights"
+    if not without:
+        return "methods of weights"
+    return f"methods of weights but {without}"
 
 
 def _heading(of_class: Sequence[BaseMethod]) -> str:
@@ -194,7 +196,9 @@ def _heading(of_class: Sequence[BaseMethod]) -> str:
 def _value(value: Any) -> str:
     """Returns a value as YAML has it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return f"`{text if len(text) < 90 else f'{text[:70]} ...'}`".replace("\n", "\\n")
+    if len(text) >= 90:
+        text = f"{text[:70]} ..."
+    return f"`{text}`".replace("\n", "\\n")
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -284,19 +288,20 @@ def patches() -> list[str]:
 
 
 def contract() -> list[str]:
-    """Returns what a method gets and gives: fields of the records, as the source has them, and the members that it may
-    write."""
+    """Returns what a method gets and gives: fields of the records, an empty mapping written ``{}``, and the members that
+    it may write."""
     lines = ["```python"]
     for record in (Rollouts, Row, RowScores):
         source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]  # keys: of hosts
         names = [*record.__dataclass_fields__, "#"]
+        source = re.sub("  # type: ignore.*", "", source.replace("field(default_factory=dict)", "{}"))
         fields = [line for line in source.splitlines() if re.split("[: ]", line.strip())[0] in names]
-        lines += [f"class {record.__name__}:", *fields, ""]
+        lines += [f"class {record.__name__}:", *fields, "", ""]
     lines.append("class Method:")
     for name in ("select", "prepare", "run", "scores", "weights"):
         member = getattr(Method, name)
         sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
-        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {sentence}")
+        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {_names(sentence)}")
     return [*lines, "```"]
 
 
@@ -307,7 +312,7 @@ def published() -> list[str]:
         first = len(rows)
         for setting in settings:
             corrected, _, why = setting.corrected.partition(": ")
-            if setting.value is None and not corrected and not setting.why:
+            if setting.value is None and not corrected:
                 continue
             ours = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
             if ours and setting.value is not None:

@@ -104,6 +104,8 @@ def start(device: str, folder: Path, kill_at: int) -> tuple[str, list[psutil.Pro
 
 def steps(metrics: Path) -> dict[int, dict]:
     """What verl's file logger has written, by step."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    if not metrics.is_file():
+        return {}
+    lines = metrics.read_text().splitlines(keepends=True)
     entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
     return {entry["step"]: entry["data"] for entry in entries}

@@ -56,11 +56,11 @@ def log_probabilities(device: str) -> str:
     logits = torch.randn(512, vocabulary, device=device, dtype=torch.bfloat16)
     labels = torch.randint(vocabulary, (512,), device=device)
     expected = -functional.cross_entropy(logits.double(), labels, reduction="none")
-    return limited(logprobs_from_logits(logits, labels), expected, most=1e-5)
+    return limited(logprobs_from_logits(logits, labels), expected, limit=1e-5)
 
 
 def limited(actual: torch.Tensor, expected: torch.Tensor, limit: float = 0.05) -> str:
-    """How far one tensor is off the other, as a share of its size; AssertionError: by more than ``most``."""
+    """How far one tensor is off the other, as a share of its size; AssertionError: by more than ``limit``."""
     error = float((actual.detach() - expected.detach()).double().norm() / expected.detach().double().norm())
     detail = f"off by {error:.2g} of their size, at most {limit:g}"
     assert error <= limit, detail

@@ -85,6 +85,7 @@ class TokenWeightExperienceMaker(RemoteExperienceMaker):
             attention_BL,
             response_BL,
             columns={OLD_LOG_PROBS: old_BL},
+            # All actions of a response have one advantage: that of the first.
             advantages=advantages_BL.gather(1, response_BL.argmax(dim=1, keepdim=True))[:, 0].float(),
             tokenizer=self.tokenizer,
             answer=self._answer,

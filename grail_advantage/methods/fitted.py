@@ -108,9 +108,7 @@ class Fitted(AdvantageMethod):
     formula = "A_t = c |A| b f(step), b of A's sign fitted to values by rollouts, f of the step's surprisal, entropy and place"
     source = "this project"
     reads = frozenset({OLD_LOG_PROBS, ENTROPY, "tokens", "tokenizer"})
-    metrics: ClassVar[dict[str, str]] = {
-        "outside_fit_rate": "share of steps with a feature outside its range in the fit of `fitted`"
-    }
+    metrics: ClassVar[dict[str, str]] = {"outside_fit_rate": "share of steps with a feature outside the fit's range"}
     span: ClassVar[Span] = "first"  # type: ignore[misc]
 
     file: str = option("", "what python -m bench fit wrote for this model and task; its whole path where Ray runs")

@@ -118,9 +118,11 @@ def _states(gold: str, answer: str) -> bool:
         states = comparison(gold, answer)
         if isinstance(states, bool):
             return states
+        # Two other texts take their place, such as tuples for ratios; None leaves them.
         gold, answer = states or (gold, answer)
     if any(map(_UNREADABLE.search, (gold, answer))):
         raise ValueError("the words cannot be compared")
+    # Beside a ground truth with a name, the answer's name counts.
     if "=" not in gold:
         answer = _NAME.sub("", answer)
     return any(_same_value(*reading) for reading in _readings(gold, answer))

@@ -76,7 +76,9 @@ _UNITS = (
 
 def _mixed(match: Match) -> str:
     integer, top, bottom = (int(match[name]) for name in ("whole", "top", "bottom"))
-    return f"\\frac{{{integer * bottom + top}}}{{{bottom}}}" if top < bottom else match[0]
+    if top >= bottom:  # 2 5/4 is no mixed number
+        return match[0]
+    return f"\\frac{{{integer * bottom + top}}}{{{bottom}}}"
 
 
 def _repeating(match: Match) -> str:
@@ -85,6 +87,7 @@ def _repeating(match: Match) -> str:
     once = match["once"] or ""
     block = match["unit"] if match["dots"] else regex.sub("[^0-9]", "", match["block"])
     start = int((match["whole"] or "0") + once)
+    # 0.1(6) is (16 - 1) / 90.
     value = Fraction(int(f"{start}{block}") - start, 10 ** len(once) * (10 ** len(block) - 1))
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 

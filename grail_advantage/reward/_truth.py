@@ -54,17 +54,22 @@ def _text(value: Any) -> str | None:
     """Returns None, or raises any error, for what states no answer."""
     if isinstance(value, bytes | bytearray):
         return _text(value.decode())
+    # A number of numpy's has it, too, and is read with the digits that numpy writes.
     if hasattr(value, "__array__") and not isinstance(value, np.generic):
         array = np.asarray(value)
         return _text(list(array) if array.ndim else array[()])
     if isinstance(value, str):
         value = _unpacked(value)
     if isinstance(value, set | frozenset):
+        # The same text in each process, whatever the order of hashes.
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         entries = [gold_text(entry) for entry in value]
         # The space keeps "1", "234" from reading as 1,234.
-        value = ", ".join(map(normal, entries)) if len(entries) > 1 else "".join(entries)
+        if len(entries) > 1:
+            value = ", ".join(map(normal, entries))
+        else:
+            value = "".join(entries)
     if isinstance(value, str):
         boxed = last_boxed(value)
         if boxed is not None:
@@ -73,7 +78,9 @@ def _text(value: Any) -> str | None:
     if isinstance(value, bool | np.bool_):
         return str(value)
     if isinstance(value, Decimal):
-        return format(value, "f") if value.is_finite() and abs(value.adjusted()) < MAX_ANSWER_CHARS else None
+        if not value.is_finite() or abs(value.adjusted()) >= MAX_ANSWER_CHARS:
+            return None  # 1e999999 would be a million digits
+        return format(value, "f")
     if isinstance(value, Rational):  # a whole number, too
         return str(Fraction(value))
     if not isinstance(value, Number):

@@ -99,6 +99,7 @@ def verify(gold: str, answer: str) -> bool:
     """Returns whether math-verify finds the two equal (both LaTeX, without a box). Raises VerifyFailed for no verdict,
     and RuntimeError where the other process does not start."""
     if (verdict := server().ask(gold, answer)) is None:
+        # Once more in a new server: the old one ended for a reason outside this answer.
         verdict = server().ask(gold, answer)
     if not isinstance(verdict, bool):
         raise VerifyFailed(verdict or "the process that compares the answers was killed twice")

@@ -108,6 +108,7 @@ def _contradicts_itself(reading: Any) -> bool:
     if len(sides) < 2:
         return False
     numbers = [complex(side.evalf(5)) for side in sides]
+    # x=2/3=0.67 is a rounding.
     return any(abs(number - numbers[0]) > 0.01 * abs(numbers[0]) for number in numbers)
 
 

@@ -31,7 +31,9 @@ def product(self: _Latex2Sympy, factors: list[Any], i: int = 0) -> Any:
     if isinstance(first, list):
         return sympy.Derivative(rest, first[0])
     has_matrix = any(getattr(side, "is_Matrix", False) for side in (first, rest))
-    return self.mat_mul_flat(first, rest) if has_matrix else self.mul_flat(first, rest)
+    if has_matrix:
+        return self.mat_mul_flat(first, rest)
+    return self.mul_flat(first, rest)
 
 
 def numeric_eq(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:

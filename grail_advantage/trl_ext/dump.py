@@ -45,7 +45,9 @@ COLUMNS = {  # of the receipt's batch, by TRL's names
 
 def dump_options(token_dump: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptions:
     """Read the options of a dump, from a folder alone or from a mapping. ValueError: an unknown one, or a wrong value."""
-    section = dict(token_dump) if isinstance(token_dump, Mapping) else {"folder": token_dump}
+    section: dict[str, Any] = {"folder": token_dump}
+    if isinstance(token_dump, Mapping):
+        section = dict(token_dump)
     if not section.get("folder"):
         raise ValueError(f"token_dump={token_dump!r} must be a folder, or have folder, every, responses and received")
     folder = Path(section["folder"]).expanduser().absolute()
@@ -70,7 +72,9 @@ def set_aside(folder: Path, metrics: Path) -> None:
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
     """The tokens that count in the loss, int64 (B, T), by ``_compute_loss`` (grpo_trainer.py:3027): a tool's do not."""
     mask: Tensor = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+    if "tool_mask" not in inputs:
+        return mask
+    return mask * inputs["tool_mask"]
 
 
 @dataclass
@@ -118,6 +122,7 @@ class GenerationDump(TrainerCallback):
             remedy = "make steps_per_generation a multiple of gradient_accumulation_steps"
             logger.warning("token dump: what tokens receive is not read, as updates mix generations; %s", remedy)
         self._metrics_path = Path(args.output_dir, METRICS_FILE).absolute()
+        # Until a training begins, and on all processes but the main one, figures go nowhere.
         self._metrics = MetricsFile(os.devnull, -1)
         self._generation: Generation | None = None
         trainer.add_callback(self)
@@ -159,11 +164,14 @@ class GenerationDump(TrainerCallback):
         trainer = self._trainer
         r = w.rollouts
         step = trainer.state.global_step + 1
+        # An update may take several generations, which have numbers of their own in its step.
         self._update = self._update + 1 if step == self._step else 0
         self._step = step
         is_main = trainer.accelerator.is_main_process
         groups = [place // trainer.num_generations for place in range(len(r) * trainer.accelerator.num_processes)]
-        chosen = self._dump.choose(step, self._update, groups, [True] * len(groups)) if is_main else None
+        chosen = None
+        if is_main:  # one chooses for all, so that they gather the same responses
+            chosen = self._dump.choose(step, self._update, groups, [True] * len(groups))
         (chosen,) = broadcast_object_list([chosen])
         if not chosen:
             return
@@ -258,6 +266,7 @@ class GenerationDump(TrainerCallback):
     ) -> None:
         """``parts``: of each process the columns and lengths of its responses, and its micro-batches."""
         args = self._trainer.args
+        # Each process pads to the longest response of its own.
         width = max(columns["mask_BT"].shape[1] for columns, _, _ in parts)
         columns: dict[str, Any] = {}
         for name in parts[0][0]:
@@ -267,6 +276,7 @@ class GenerationDump(TrainerCallback):
         lengths = list[int]()
         pieces = list[Piece]()
         for _, part_lengths, part_pieces in parts:
+            # Rows of 2 processes with 8 responses each: row 3 of the second is row 11 of the batch.
             pieces += [replace(piece, rows_b=piece.rows_b + len(lengths)).padded(width) for piece in part_pieces]
             lengths += part_lengths
         updates = args.steps_per_generation // args.gradient_accumulation_steps

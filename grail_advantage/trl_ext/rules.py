@@ -56,8 +56,10 @@ class Arguments:
         section, _, name = option.partition(".")
         if option == "token_weights":
             value: Any = self.method.name
+        elif name and section == self.method.section:
+            value = getattr(self.method, name)
         else:
-            value = getattr(self.method, name) if name and section == self.method.section else self[option]
+            value = self[option]
         return f"{option}={value!r}" if isinstance(value, str | int | float) else f"{option}=..."
 
     @property
@@ -129,7 +131,9 @@ def _several_updates(a: Arguments) -> str:
     """The option by which responses have several updates, whose old log-probabilities are those before the first."""
     if a["num_iterations"] > 1:
         return "num_iterations"
-    return "steps_per_generation" if a["steps_per_generation"] > a["gradient_accumulation_steps"] else ""
+    if a["steps_per_generation"] > a["gradient_accumulation_steps"]:
+        return "steps_per_generation"
+    return ""
 
 
 RULES = (
@@ -142,7 +146,7 @@ RULES = (
     Rule(
         option="rollout_func",
         when=lambda a: a["rollout_func"] and a["tools"],
-        because="TRL then leaves its env_mask out, so that what others wrote would train (grpo_trainer.py:2272)",
+        because="TRL then leaves env_mask out and trains what others wrote (grpo_trainer.py:2272)",
         remedy="leave tools and environment_factory out",
     ),
     Rule(
@@ -202,7 +206,7 @@ RULES = (
     Rule(
         option="reward_funcs",
         when=lambda a: PENALTY in a.trainer.reward_func_names and _masking(a),
-        because="most of DAPO's penalty for length is for truncated responses, which train nothing",
+        because="most of DAPO's penalty is for truncated responses, which train nothing",
         remedy=lambda a: f"set {_masking(a)} to false, or leave the penalty out",
         warned=True,
     ),
@@ -282,7 +286,9 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
     def run(rows: Sequence[Tensor]) -> list[Tensor]:
         lengths = torch.tensor([[len(row)] for row in rows])
         place = torch.arange(width + limit)
+        # A row that is longer than a response may be has more prompt; one token at least predicts.
         ends = (lengths - limit).clamp(min=1)  # of their prompts
+        # TRL's layout: prompts end in front of column `width`, and responses begin there.
         mask = (width - ends <= place) & (place < width - ends + lengths)
         ids = torch.full(mask.shape, padding).masked_scatter(mask, torch.cat(list(rows))).to(device)
         log_probs = trainer._get_per_token_logps_and_entropies(model, ids, mask.long().to(device), limit)[0]
@@ -290,6 +296,7 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
 
     tokens = [inputs[f"{part}_ids"][inputs[f"{part}_mask"].bool()] for part in ("prompt", "completion")]
     finding = probe(model, run, probe_rows(torch.cat(tokens), longest=width + limit, rows=count))
+    # All processes decide alike, or one that goes on would wait for one that has ended.
     largest = trainer.accelerator.gather(torch.tensor([finding.difference], device=device)).max()
     finding = replace(finding, difference=float(largest))
     if not finding.holds:

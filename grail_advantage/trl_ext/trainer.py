@@ -84,11 +84,14 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     ) -> None:
         if not isinstance(token_weights, str) and token_weight_options:
             raise ValueError("token_weight_options are for a method given by its name; put them into token_weights")
-        self.method = build(token_weights, token_weight_options) if isinstance(token_weights, str) else token_weights
+        if isinstance(token_weights, str):
+            token_weights = build(token_weights, token_weight_options)
+        self.method = token_weights
         self.answer = answer_format(answer)
         self._skips = skip_zero_advantage
         self._asked = False
         self._answers = AnswerCheck(self.method, self.answer, missing_answers, total=self._total)
+        # A wrong option ends here, before TRL loads the model.
         dumping = None if token_dump is None else dump_options(token_dump)
         self._tool_mask: list[list[int]] | None = None
         self.call_rewards = self.method.rewards if isinstance(self.method, TurnMethod) else ""
@@ -138,6 +141,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             for row, value in zip(inputs, self._field(name, inputs), strict=True):
                 row[name] = value
         sums = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)  # as TRL's (line 2763)
+        # nansum() of no reward is 0, which would pass for one.
         sums = torch.where(rewards.isnan().all(dim=1), torch.nan, sums)
         unjudged = ~((within_range(rewards) | rewards.isnan()).all(dim=1) & within_range(sums))
         if unjudged.any():
@@ -159,7 +163,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             return values
         if any(hasattr(environment, name) for environment in environments):
             values = [getattr(environment, name, None) for environment in environments]
-            return list(map(self._by_turn, range(len(rows)), values)) if name == self.call_rewards else values
+            if name == self.call_rewards:
+                values = list(map(self._by_turn, range(len(rows)), values))
+            return values
         if not any(name in row for row in rows):
             raise ValueError(
                 f"token_weights={self.method.name!r} reads the field {name!r}, which is nowhere: call log_extra({name!r}, "
@@ -172,7 +178,10 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         it, as from ``get_reward``. Anything but a list stays, for the method to refuse."""
         if not isinstance(rewards, list | None):
             return rewards
-        turns = 1 if self._tool_mask is None else max(1, len(runs(np.array(self._tool_mask[place]))))
+        turns = 1
+        if self._tool_mask is not None:  # without tools TRL has no mask, and a response is one turn
+            turns = max(1, len(runs(np.array(self._tool_mask[place]))))
+        # 0 and 2 rewards before its two turns, and 3 in the end: [r0, r1] and [r2].
         starts = [counts[place] for counts in self._calls[:turns]]
         rewards = rewards or []
         return [rewards[start:end] for start, end in pairwise([*starts, len(rewards)])]
@@ -217,6 +226,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         lengths = written_lengths(ids, mask, padding)
         is_response = torch.arange(ids.shape[1]) < lengths[:, None]
         written = is_response.clone()
+        # Without tools there is no mask, and the model wrote all of it.
         for row, tool_mask in zip(written, self._tool_mask or (), strict=False):
             row[: len(tool_mask)] &= torch.tensor(tool_mask, dtype=torch.bool)
         last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
@@ -289,6 +299,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         """TRL's loss (line 3020); in training without the zero-advantage responses, where that is asked for."""
         if not self.model.training:
             return super()._compute_loss(model, inputs)
+        # Of a later TRL: better no training than one without weights that looks like one with them.
         if inputs["advantages"].ndim == 1:
             raise RuntimeError(f"trl {trl.__version__} gave its loss other advantages than the weighted ones")
         if self._skips and not self._asked:

@@ -87,9 +87,11 @@ class UpdateDump:
         with self.steps.attempt():
             if columns is not None:
                 rollouts = part.rollouts
+                # The columns are as wide as the longest response of the update, the part as its own longest.
                 width = rollouts.mask.shape[1]
                 late = {name: values_BT[rollouts.places, :width] for name, values_BT in columns.items()}
                 part = replace(part, rollouts=replace(rollouts, columns={**rollouts.columns, **late}))
+                # receive() compares with these columns.
                 self._chosen = (part, update, count)
             self.steps.write(part.rollouts.step, update, [part], count)
 
@@ -119,9 +121,10 @@ class UpdateDump:
         with self.steps.attempt():
             of_ranks = []
             for reply in workers.take_received(number):
+                # Raised in the worker, it would end the run; here it is one failed file.
                 if isinstance(reply, Exception):
                     raise reply
-                if reply is not None:
+                if reply is not None:  # None is of further ranks of a sequence-parallel group
                     of_ranks.append(reply)
             r = part.rollouts
             loss = loss_of(self._settings)
@@ -184,7 +187,7 @@ def receipt_of(
     pieces = list(_pieces(of_ranks, mask_BT.shape[1]))
     if loss.account == "kl_cov" and len(sent_B) < len(tokens):
         loss = replace(loss, account=None)  # which tokens it penalises follows from all responses of a micro-batch
-    if not pieces:
+    if not pieces:  # none of the written responses went into the update
         nothing_UBT = torch.full((updates, *mask_BT.shape), torch.nan)
         nothing_BT = nothing_UBT[0]
         return Receipt(nothing_BT, nothing_BT, nothing_UBT, nothing_UBT, nothing_UBT, findings=())

@@ -74,6 +74,7 @@ class EngineModel:
         packed = engine.engine_config.use_remove_padding and layout != PADDED_FORWARD
         by_tokens = engine.engine_config.use_dynamic_bsz
         slices = engine.ulysses_sequence_parallel_size
+        # A budget is of one rank, and the ranks of a sequence-parallel group share a row.
         size = {"budget": budget * slices} if by_tokens else {"rows": count}
 
         def run(responses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -84,6 +85,7 @@ class EngineModel:
 
         vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
         tokens_S = torch.arange(0, vocabulary, max(1, vocabulary // 1000), device="cpu")
+        # The update runs in training mode, with its dropout; a forward for log-probabilities does not.
         engine.module.train(training)
         return probe(engine.module, run, probe_rows(tokens_S, longest=longest, **size))
 
@@ -92,6 +94,7 @@ class EngineModel:
         if not self.engine.engine_config.use_remove_padding or self.engine.module in _packs:
             return
         finding = self.probe(FORWARD, PROBED_TOKENS)
+        # Padded responses that differ as well are no fault of packing.
         if not finding.holds and self.probe(PADDED_FORWARD, PROBED_TOKENS).holds:
             raise ValueError(
                 "actor_rollout_ref.model.use_remove_padding=True does not work with this model: packed responses see "
@@ -123,7 +126,9 @@ class EngineModel:
     def sequences_together(self, length: int) -> int:
         """By the token budget of the actor update's micro-batches, or their number of responses."""
         budget, count = _micro_batch_size(self.engine, gradients=True)
-        return max(1, budget // length) if self.engine.engine_config.use_dynamic_bsz else count
+        if not self.engine.engine_config.use_dynamic_bsz:
+            return count
+        return max(1, budget // length)  # one that is longer than the budget goes alone
 
 
 def _micro_batch_size(engine: FSDPEngineWithLMHead, *, gradients: bool) -> tuple[int, int]:
@@ -147,7 +152,9 @@ def training_micro_batches(
         # A response that a method made longer than any rollout goes alone; the ranks must agree on what is long.
         longest = rows["input_ids"].offsets().diff().max().to(get_device_name())
         torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())
+        # verl multiplies the budget by the group's ranks: of 100 tokens on 4 of them each has 25.
         budget = max(budget, -(-int(longest) // engine.ulysses_sequence_parallel_size))
+    # The settings below are of these micro-batches, and not of the caller's batch.
     rows = rows.copy()
     tu.assign_non_tensor(
         rows,
@@ -199,6 +206,7 @@ class EngineMicroBatch:
             return hooks.log_probs(logits_KV, tokens_K, temperature).sum()
 
     def _logits_at(self, batch_row_K: torch.Tensor, column_K: torch.Tensor) -> torch.Tensor:
+        # (B, S, D) becomes (1, K, D) in front of the head, so that logits are (1, K, V) and not (B, S, V).
         with hooks.at_head(self.engine.module, lambda hidden_BSD: hidden_BSD[batch_row_K, column_K][None]):
             return self._forward().logits[0]
 
@@ -207,6 +215,7 @@ class EngineMicroBatch:
             arguments = (self._forward(), self._output_args, self.batch)
             outputs = self.engine.prepare_model_outputs(*arguments, logits_processor_func=None)
         rows = zip(self.rows, outputs["log_probs"].unbind(), strict=True)
+        # A response from token 3 of 5 on is predicted at positions 2 and 3.
         return [of_row[row.start - 1 : len(row.tokens) - 1].float() for row, of_row in rows]
 
     def hidden_states(self) -> list[torch.Tensor]:  # not with fused kernels
@@ -215,7 +224,9 @@ class EngineMicroBatch:
         return [of_row[row.start :] for row, of_row in zip(self.rows, self.per_row(captured[0]), strict=True)]
 
     def at(self, row: int, position: int) -> tuple[int, int]:
-        return (0, int(self.offsets_R[row]) + position) if self.packed else (row, position)
+        if not self.packed:
+            return row, position
+        return 0, int(self.offsets_R[row]) + position
 
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:  # also with further dimensions after S
         lengths = self.offsets_R.diff().tolist()
@@ -229,7 +240,10 @@ class EngineMicroBatch:
 
     def _columns(self, row_K: torch.Tensor, position_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and columns of positions: a packed micro-batch is one long row, a padded one keeps responses apart."""
-        return (torch.zeros_like(row_K), position_K + self.offsets_R[row_K]) if self.packed else (row_K, position_K)
+        if not self.packed:
+            return row_K, position_K
+        # Of responses of 5 and 4 tokens, position 1 of the second is column 6.
+        return torch.zeros_like(row_K), position_K + self.offsets_R[row_K]
 
     def _find_targets(self, tokens: Sequence[Range]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens whose predictors are in this rank's slice, and the predictors' rows and columns there; int64, (K,)."""
@@ -237,6 +251,7 @@ class EngineMicroBatch:
         tokens_K = self.batch["input_ids"].values()[self.offsets_R[row_K] + position_K]
         batch_row_K, column_K = self._columns(row_K, position_K - 1)
         if self.engine.use_ulysses_sp:
+            # Of a row of 12 columns on 3 ranks, rank 1 holds columns 4 to 7, as its 0 to 3.
             width = self._model_inputs["input_ids"].shape[1]
             column_K = column_K - get_ulysses_sequence_parallel_rank() * width
             here_K = (column_K >= 0) & (column_K < width)

@@ -83,7 +83,9 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
     if dry_run not in ("", "0", "1"):
         raise ValueError(f"DRY_RUN={dry_run} is unknown; use 1 to check the run and start nothing, or 0")
     OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
+    # As the user has it: what prepare_run() writes is for Ray's processes.
     resolved = config.copy()
+    # stdout is for the YAML alone, which another program may read.
     for handler in logging.root.handlers if dry_run == "1" else ():
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:  # Hydra's
             handler.setStream(sys.stderr)
@@ -91,7 +93,9 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
         settings = prepare_run(config)
         validate()
     if dry_run == "1":
-        names = [] if settings.method is None else [*RESERVED, settings.method.section]
+        names = []
+        if settings.method is not None:
+            names = [*RESERVED, settings.method.section]
         defaults = {name: algorithm_sections().get(name, {}) for name in names}
         print(OmegaConf.to_yaml(OmegaConf.merge({"algorithm": defaults}, resolved)))
         sys.exit()
@@ -149,6 +153,7 @@ def check_config(config: DictConfig) -> Settings:
 
 def check_verl_version(installed: str) -> None:
     """The extension follows verl's internals, so another version is refused unless somebody wants to try it."""
+    # 0.9.1+cpu is a build of 0.9.1.
     if installed.split("+")[0] == VERL_VERSION:
         return
     message = f"verl {installed} is installed, but this extension follows verl {VERL_VERSION}"
@@ -168,6 +173,7 @@ def check_plugins() -> None:
             raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
         logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
     for name in methods():
+        # register_estimators() leaves names that verl has; those of ours are partials.
         if getattr(ADV_ESTIMATOR_REGISTRY[name], "func", None) is not _needs_token_weights:
             raise ValueError(f"{name} is an estimator of verl's; register the method under another name")
 
@@ -183,6 +189,7 @@ def check_spelling(name: str) -> None:
     letters = sorted(filter(str.isalnum, name.lower()))
     meant = [estimator for estimator in methods() if sorted(filter(str.isalnum, estimator)) == letters]
     near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
+    # Short names are near many others, and grail2 is a version of somebody's own.
     if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
         meant += difflib.get_close_matches(name.lower(), near, cutoff=0.85)  # turn_ppo is not turn_grpo
     if meant:

@@ -80,6 +80,7 @@ def update_order(
     places = {key: place for place, key in enumerate(rollouts.keys)}
     order = [places[key] for key in batch.keys]
     lengths = [len(rollouts.prompts[place]) + len(rollouts.responses[place]) for place in order]
+    # What is left out costs nothing, so that ranks share the tokens of the others.
     cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
     of_run = [not tag.get("is_padding", False) for tag in batch.tags]
     left_out = [length for length, tokens, counts in zip(lengths, cost, of_run, strict=True) if counts and not tokens]
@@ -109,6 +110,7 @@ def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) ->
     share = mini_batch_rows // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for start in range(0, of_rank, share):
+        # Of 8 responses on 2 ranks, in mini-batches of 4, the first one is 0, 1, 4 and 5.
         rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
         for rank, dealt in enumerate(deal([costs[row] for row in rows], ranks)):
             shares[rank] += [rows[place] for place in dealt]
@@ -124,6 +126,7 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
     group = engine.get_data_parallel_group()
     lengths: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather_object(lengths, [row_lengths[row] for row in rows], group)
+    # At least one on each rank: a rank without a forward would keep the others waiting.
     count, micro_batch_rows = _count(engine, data, max(1, *map(len, lengths)))
 
     fillers = count - len(rows)
@@ -142,7 +145,8 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
         values = list(batch[name].unbind())
         for row in range(len(rows), count):
             values[row] = values[row][..., : CUT[name]]
-            values[row] = torch.zeros_like(values[row]) if name in OF_LOSS else values[row]
+            if name in OF_LOSS:
+                values[row] = torch.zeros_like(values[row])
         batch[name] = nested(values)
     if PLACES in batch.keys():  # noqa: SIM118  # a TensorDict has no `in`
         batch[PLACES][len(rows) :] = -1
@@ -160,6 +164,7 @@ def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[i
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=settings.use_dynamic_bsz):
         return rows, None
     largest = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=settings.micro_batch_size_per_gpu)
+    # 10 rows, at most 4 at a time, are 3 micro-batches of 4: 12 rows with fillers.
     micro_batches = -(-rows // largest)
     size = -(-rows // micro_batches)
     return micro_batches * size, size

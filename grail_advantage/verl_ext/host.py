@@ -68,7 +68,9 @@ class ActorHost:
         raise ValueError(f"verl computes {', '.join(names)} before token weights, and the batch lacks them")
 
     def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
-        return self.trainer._run_pass(rows) if rows else []
+        if not rows:
+            return []  # ranks are filled up with copies of a row, so a pass needs one
+        return self.trainer._run_pass(rows)
 
 
 class WeighingTrainer:
@@ -102,6 +104,7 @@ class WeighingTrainer:
     def _replace_workers(self) -> None:
         if self.settings[options.STRATEGY] not in options.ENGINES:
             return  # verl's own workers: only methods without a pass come this far
+        # verl has the actor under one of these, by trainer and by where the reference policy is.
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(self.actor_worker_class)
@@ -132,6 +135,7 @@ class WeighingTrainer:
     def _load_checkpoint(self) -> None:
         """verl's; then the loaded model is asked whether responses can be left out."""
         super()._load_checkpoint()
+        # One probe serves both shortcuts, and none runs where a setting decides already.
         probe = cache(self._probe)
         self._skips = self._takes(options.SKIP, why_not_skip, probe, "every response stays in the update")
         self._reuses = self._takes(options.REUSE, why_not_reuse, probe, "verl's forward gives old log-probabilities")
@@ -142,6 +146,7 @@ class WeighingTrainer:
         if choice is False:
             return False
         why = why_not(self.settings, self._model_config, probe)
+        # Who sets true counts on the shortcut, so the run stops; auto goes on without it.
         if why and choice is True:
             raise ValueError(f"{option}=True does not work: {why}; use auto")
         if why:
@@ -153,6 +158,7 @@ class WeighingTrainer:
         longest = self.settings.longest
         temperature = self.settings[f"{options.ROLLOUT}.temperature"]
         findings = self.actor_rollout_wg.probe_neighbours(UPDATE, longest, temperature)
+        # One rank on which it fails decides: a shortcut is taken on all ranks or on none.
         finding = max(findings, key=lambda finding: (not finding.holds, finding.difference))
         logger.info("micro-batches of the %s: %s", UPDATE, finding)
         return finding
@@ -164,10 +170,13 @@ class WeighingTrainer:
         # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
         names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", _reward_field(s)]
         names += [COLUMNS[name] for name in DUMPED if name in method.reads]
-        names += ["raw_prompt", *method.data_columns] if "examples" in method.reads else []
-        names += ["extra_fields", *method.field_names] if method.field_names else []
+        if "examples" in method.reads:
+            names += ["raw_prompt", *method.data_columns]
+        if method.field_names:
+            names += ["extra_fields", *method.field_names]
         if self._dump is not None and self._dump.steps.writes(self.global_steps):
             names += [REWARDS, *OBJECTS, *COLUMNS.values()]
+        # The method and the dump may name the same field.
         return list(dict.fromkeys(names))
 
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
@@ -197,11 +206,14 @@ class WeighingTrainer:
         mask_BT = mask_BT.bool()
         advantages_B = _of_responses(advantages_BT, mask_BT, settings)
         rewards_BT = data[_reward_field(settings)].to_padded_tensor(0)
+        # verl puts a session's reward on its last output; the earlier ones are judged by that.
         judged_B = within_range(rewards_BT.double().sum(dim=1))[_last_outputs(keys)]
         if not judged_B.all():
+            # Another trainer's advantages cannot be made again here: it loses these responses alone.
             if self._has_verls_advantages:
                 advantages_B = self._compared_without(keys, judged_B, rewards_BT, mask_BT)
             advantages_B = torch.where(judged_B, advantages_B, torch.nan)
+        # 0: a list of rewards stays as it is, as nothing says which turn each is of.
         turns = [0] * len(keys)
         fields = _fields(keys, data, method)
         # verl's own agent loops make one call a turn at most.
@@ -238,7 +250,9 @@ class WeighingTrainer:
                 len(keys),
                 keys[int(lost_B.int().argmax())],
             )
-        return rollouts if settings.dump is None else replace(rollouts, facts=_facts(data, rollouts, method, turns))
+        if settings.dump is None:
+            return rollouts
+        return replace(rollouts, facts=_facts(data, rollouts, method, turns))
 
     @property
     def _has_verls_advantages(self) -> bool:
@@ -252,12 +266,14 @@ class WeighingTrainer:
         algorithm = self.config.algorithm
         base = self.settings[options.BASE]
         prompts = [key.rsplit("_", 2)[0] for key in keys]
+        # A response that is not judged gets a group of its own, so that it moves no other group's mean.
         groups = [
             prompt if judged else f"{prompt} without {row}"
             for row, (prompt, judged) in enumerate(zip(prompts, judged_B.tolist(), strict=True))
         ]
         compared_BT = mask_BT & judged_B[:, None]  # some bases compare the whole batch
         tensors = {
+            # 0 in place of NaN, which a base that compares the whole batch would spread.
             "token_level_rewards": torch.where(judged_B[:, None], rewards_BT, 0.0),
             "response_mask": compared_BT.long(),
         }
@@ -284,6 +300,7 @@ class WeighingTrainer:
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
                 self._dump.choose(self._weighed, of_run, update=update)
+                # Old log-probabilities of an own forward come with the update; the dump is written after it.
                 if not self._own_forward:
                     self._dump.write()
             figures["token_dump/failed_files"] = self._dump.steps.failed
@@ -313,6 +330,7 @@ class WeighingTrainer:
         shares = deal(costs, data_parallel_size(self.actor_rollout_wg), groups)
         # Copies of the cheapest, which belong to no group, give all ranks equally many.
         copy = replace(rows[costs.index(min(costs))], group=-1)
+        # verl deals a request out in equal parts: shares [0, 2] and [1] go as 0, 2, 1 and a copy.
         count = max(map(len, shares))
         order = [place for share in shares for place in (*share, *[None] * (count - len(share)))]
         request = build_request(
@@ -324,6 +342,7 @@ class WeighingTrainer:
         )
         with marked_timer(f"{TIMING}_pass", self.timing_raw, color="purple"):
             reply = self.actor_rollout_wg.compute_token_scores(request)
+        # All copies are under None, which nobody asks for.
         scores = dict(zip(order, rows_of(reply), strict=True))
         return [scores[place] for place in range(len(rows))]
 
@@ -342,6 +361,7 @@ def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: 
     if ((lowest_B < highest_B) & usable_B).any():
         base = settings.named(options.BASE)
         raise ValueError(f"{base} gives the tokens of a response different advantages; token weights multiply one")
+    # 0 outside the mask, one value inside: the largest by size is the response's.
     of_B = advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1)
     return torch.where(usable_B, of_B, torch.nan)
 
@@ -405,6 +425,7 @@ def _sums(keys: Sequence[str], rewards_BT: torch.Tensor, method: BaseMethod) -> 
 
 def group_numbers(keys: Sequence[str]) -> list[int]:
     """Number the prompts that responses answer."""
+    # From the right, as a prompt's name may have underscores itself.
     numbers: dict[str, int] = {}
     return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
 
@@ -414,6 +435,7 @@ def _last_outputs(keys: Sequence[str]) -> list[int]:
     last: dict[str, tuple[int, int]] = {}
     for row, key in enumerate(keys):
         session, output = key.rsplit("_", 1)
+        # As numbers: by text, output 10 would come before output 9.
         last[session] = max(last.get(session, (-1, row)), (int(output), row))
     return [last[key.rsplit("_", 1)[0]][1] for key in keys]
 
@@ -448,7 +470,8 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
     """Token ids that end a response: the tokenizer's, and those that the rollout engine takes from the generation
     config."""
     from_model = getattr(generation_config, "eos_token_id", None)
-    from_model = from_model if isinstance(from_model, list) else [from_model]
+    if not isinstance(from_model, list):  # transformers takes one id or several
+        from_model = [from_model]
     return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
 
 
@@ -496,6 +519,7 @@ def turn_rewards_label(extra: Any, method: BaseMethod, turns_before: int = 0, tu
             rewards = _entry(fields, name) if name else None
             if label := rewards_label(list_a_turn(rewards, turns))[begin:]:
                 return {"turn_rewards": label}
+            # The method's own field says that there are none: another field's did not count in training.
             if rewards is not None and name == chosen:
                 return {}
     return {}

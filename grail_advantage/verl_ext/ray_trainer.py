@@ -91,6 +91,7 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         output = super()._update_actor(batch)
         if marks is not None:
             del batch.batch[PLACES], batch.meta_info[WATCHED]
+        # This trainer leaves no response out of an update (OBSTACLES in rules).
         figures |= self._receive(batch, weighed.rollouts, [True] * len(batch))
         figures |= {f"timing_s/{name}": seconds for name, seconds in self.timing_raw.items()}
         output.meta_info["metrics"].update(figures)  # the only ones that fit() logs from here
@@ -105,6 +106,7 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         tensors = data.batch
         objects = data.non_tensor_batch
         values = {**tensors, WRITTEN: tensors.pop(WRITTEN, tensors["response_mask"])}  # without it in bypass mode
+        # _compute_old_log_prob() put it there for the method alone.
         tensors.pop(ENTROPY, None)
         widths = [tensors[name].shape[1] for name in ("prompts", "responses")]
         asked_BL, answered_BT = tensors["attention_mask"].bool().split(widths, dim=1)
@@ -123,6 +125,7 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         seen = Counter[str]()
         keys = []
         for row in rows:
+            # A uid names the prompt, and each of its responses is a session with one output.
             keys.append(f"{row['uid']}_{seen[row['uid']]}_0")
             seen[row["uid"]] += 1
         return keys, tu.get_tensordict(fields)

@@ -105,6 +105,7 @@ def check_settings(settings: Settings) -> None:
         return
     check_rules(RULES, settings, settings.named(METHOD))
     for shortcut, against in ((SKIP, AGAINST_SKIPPING), (REUSE, AGAINST_REUSE)):
+        # With auto the loaded model decides, in the trainer (why_not_skip, why_not_reuse).
         if settings[shortcut] is True:
             check_rules(against, settings, settings.named(shortcut))
 
@@ -122,6 +123,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any]
     )
     if method is not None:
         method.check_tokenizer(tokenizer)
+        # Without responses it reads the tokenizer's vocabulary alone, and raises where that hides the answer.
         find_answer_spans([], tokenizer, method.span)
 
 
@@ -147,7 +149,9 @@ def _depends(probe: Callable[[], Finding] | None) -> str:
     if probe is None:
         return ""
     finding = probe()
-    return "" if finding.holds else f"in this model responses depend on those beside them, or on chance: {finding}"
+    if finding.holds:
+        return ""
+    return f"in this model responses depend on those beside them, or on chance: {finding}"
 
 
 # ------------------------------------------------------------------------------------------------------- every run
@@ -245,13 +249,17 @@ def _underflowing(s: MethodSettings) -> str:
 
 def _coarse_entropy(s: MethodSettings) -> str:
     """verl's option, in the actor's section or in that of its engine, where a method would rank coarse values."""
+    if not s.method.ranks_entropy or not _half(s):
+        return ""
     option = CHUNKING if s[CHUNKING] is not None else CHUNKING.replace(ACTOR, f"{ACTOR}.{s[STRATEGY]}")
-    return option if s.method.ranks_entropy and _half(s) and not s[option] else ""
+    return "" if s[option] else option
 
 
 def _slicing(s: MethodSettings) -> str:
     """The option of the two by which a rank has a slice of each sequence, and the method a pass."""
-    return max(SLICES, key=lambda option: s[option] or 1) if s.sliced and s.method.uses else ""
+    if not s.sliced or not s.method.uses:
+        return ""
+    return max(SLICES, key=lambda option: s[option] or 1)
 
 
 def _adapts_head(s: Settings) -> bool:
@@ -286,17 +294,22 @@ def _discount(s: MethodSettings) -> str:
 
 def _lengths_in_loss(s: Settings) -> str:
     """The option by which the loss divides by numbers of tokens."""
-    if s[LOSS] == "sapo":
+    if s[LOSS] == "sapo":  # it has each response's mean over its tokens, whatever loss_agg_mode says
         return LOSS
+    if s[AGGREGATION] == "seq-mean-token-sum":
+        return ""
+    # Without the option, verl's constant is the micro-batch's longest response.
     by_constant = s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is not None
-    return "" if by_constant or s[AGGREGATION] == "seq-mean-token-sum" else AGGREGATION
+    return "" if by_constant else AGGREGATION
 
 
 def _several_updates(s: Settings) -> str:
     """The option by which a batch has several updates, whose old log-probabilities are those before the first."""
     if (s[BATCH] or 0) > (s[MINI_BATCH] or math.inf):
         return MINI_BATCH
-    return EPOCHS if (s[EPOCHS] or 1) > 1 else ""
+    if (s[EPOCHS] or 1) > 1:
+        return EPOCHS
+    return ""
 
 
 RULES = (
@@ -371,7 +384,7 @@ RULES = (
     Rule(
         option=FUSED,
         when=lambda s: s[FUSED] and s.method.uses in NEEDED_WHOLE,
-        because="the method reads logits or hidden states, which fused kernels do not put out",
+        because="the method reads whole logits or hidden states",
         remedy="use false",
     ),
     Rule(
@@ -383,7 +396,7 @@ RULES = (
     Rule(
         option=SLICES,
         when=lambda s: s.method.uses in NEEDED_WHOLE and _slicing(s),
-        because="the method reads logits or hidden states, of which each rank has a slice",
+        because="the method reads whole logits or hidden states",
         remedy="use 1",
     ),
     Rule(
@@ -396,7 +409,7 @@ RULES = (
         # verl's Ulysses exchange is inside its flash attention, which it sets where nobody does.
         option=ATTENTION,
         when=lambda s: _slicing(s) and "flash" not in str(s[ATTENTION] or "flash_attention_2"),
-        because="with sequence parallelism other attention than flash attention sees one slice only",
+        because="with sequence parallelism only flash attention sees all slices",
         remedy="use flash_attention_2",
     ),
     Rule(
@@ -420,15 +433,14 @@ RULES = (
     Rule(
         option=PARALLEL_CALLS,
         when=lambda s: getattr(s.method, "rewards", "") == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1),
-        because=f"verl puts the rewards of all calls into one flat list, {TOOL_REWARDS}, whatever their turns",
+        because=f"verl's list of rewards, {TOOL_REWARDS}, does not tell their turns",
         remedy="take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's "
         f"rewards={CALL_REWARDS}, or set 1",
     ),
     Rule(
         option=METHOD,
         when=lambda s: isinstance(s.method, Oar) and s.method.uses == "logits" and _half(s),
-        because="it compares two forwards that differ by noise of noise_std, most of which bf16 rounds away "
-        "(docs/methods.md)",
+        because="bf16 rounds most of the noise away, with which it compares two forwards (docs/methods.md)",
         remedy=f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run",
         warned=True,
     ),
@@ -449,7 +461,7 @@ RULES = (
     Rule(
         option=PENALTY,
         when=lambda s: s[PENALTY] and s.method.mask_truncated,
-        because="most of the penalty is for truncated responses, to which mask_truncated gives the advantage 0",
+        because="most of it is for truncated responses, to which mask_truncated gives the advantage 0",
         remedy=lambda s: f"set algorithm.{s.method.section}.mask_truncated=false, or leave the penalty out",
         warned=True,
     ),
@@ -489,7 +501,7 @@ class Obstacle(NamedTuple):
 OBSTACLES = (
     Obstacle(
         "trainer.use_v1",
-        skip="the older trainer pads responses to one length, with which none is left out",
+        skip="the older trainer pads responses to one length",
         reuse="the older trainer computes them in fit()",
         when=lambda s: s["trainer.use_v1"] is False,
     ),
@@ -517,6 +529,7 @@ OBSTACLES = (
     Obstacle(f"{MODEL}.mtp.enable_train", skip=EVERY, reuse=UNKNOWN),
     Obstacle(f"{MODEL}.override_config.output_router_logits", skip=EVERY),
     Obstacle(
+        # In separate_async each mini-batch is an update of its own.
         MINI_BATCH,
         reuse="later mini-batches are not of the old policy",
         when=lambda s: s[MINI_BATCH] != s[BATCH] and s.kind != "separate_async",

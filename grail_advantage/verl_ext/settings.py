@@ -124,7 +124,8 @@ class Settings:
         """``option=value``, for messages; of the method the value that it has, though the configuration may have none."""
         section, _, name = option.removeprefix("algorithm.").partition(".")
         of_method = self.method is not None and section == self.method.section
-        return f"{option}={getattr(self.method, name) if of_method else self[option]}"
+        value = getattr(self.method, name) if of_method else self[option]
+        return f"{option}={value}"
 
     @property
     def sequence_parallel_size(self) -> int:

@@ -23,6 +23,7 @@ class TurnToolAgent(ToolAgentLoop):
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         output = await super().run(sampling_params, priority, **kwargs)
+        # Also without a call, so that each response of a batch has the field.
         output.extra_fields.setdefault(CALL_REWARDS, [])
         return output
 
@@ -32,6 +33,7 @@ class TurnToolAgent(ToolAgentLoop):
 
     async def _call_tool(self, tool_call: Any, tools_kwargs: dict[str, Any], agent_data: AgentData) -> Any:
         of_turn = agent_data.extra_fields[CALL_REWARDS][-1]
+        # The place is kept before the wait: a turn's calls run at the same time, and end in any order.
         place = len(of_turn)
         of_turn.append(None)
         response, reward, rest = await super()._call_tool(tool_call, tools_kwargs, agent_data)

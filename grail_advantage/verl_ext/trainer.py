@@ -66,11 +66,13 @@ class TokenWeightTrainer(WeighingTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         self._read_settings(config)
+        # Before verl's constructor, which compares the mode with verl's own names.
         patches.set_trainer_mode(config, patches.base_mode(type(self)))
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
+        # Roles and their workers are there once verl's method has run.
         self._replace_workers()
 
     def _init_tokenizer(self) -> None:
@@ -86,7 +88,9 @@ class TokenWeightTrainer(WeighingTrainer):
         responses than one mini-batch has."""
         one_mini_batch = len(batch) <= mini_batch_rows(self.settings)
         self._own_forward = self._reuses and one_mini_batch and self._on_policy()
-        return batch if self._own_forward else super()._compute_old_log_prob(batch, metrics)
+        if self._own_forward:
+            return batch
+        return super()._compute_old_log_prob(batch, metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         algorithm = self.config.algorithm
@@ -98,6 +102,7 @@ class TokenWeightTrainer(WeighingTrainer):
             data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=self._field_names())
             weighed = self._weigh(batch.keys, data)
             values = response_to_nested(weighed.advantages, nested(weighed.rollouts.responses))
+            # verl's metrics of a step read both.
             fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
             written = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         of_run = [not tag.get("is_padding", False) for tag in batch.tags]
@@ -110,6 +115,7 @@ class TokenWeightTrainer(WeighingTrainer):
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         weighed = self._weighed
+        # It holds the whole batch, and must not live until the next step.
         del self._weighed
         rollouts = weighed.rollouts
         request = batch
@@ -131,15 +137,19 @@ class TokenWeightTrainer(WeighingTrainer):
         if places_B2 is not None:
             field = TensorDict({PLACES: places_B2}, batch_size=len(rollouts))
             tq.kv_batch_put(keys=list(rollouts.keys), partition_id=batch.partition_id, fields=field)
+            # None asks TransferQueue for every field, ours included.
             request.fields = None if fields is None else [*fields, PLACES]
         written = super()._update_actor(request, metrics)
+        # verl goes on with this batch, and later requests are no update that is watched.
         for setting in (WATCHED, REUSE):
             request.extra_info.pop(setting, None)
         request.fields = fields
         if self._own_forward:
             metrics.update(self._take_own_forward(batch, rollouts))
         metrics.update(self._receive(batch, rollouts, sent))
-        return written if request is batch else written.select_keys(batch.keys)
+        if request is batch:
+            return written
+        return written.select_keys(batch.keys)  # in verl's order, not in that over the ranks
 
     def _take_own_forward(self, batch: KVBatchMeta, rollouts: Rollouts) -> dict[str, float]:
         """Hand the columns of the update's own forward to the dump; verl's metrics of them, over the responses that were
@@ -155,6 +165,7 @@ class TokenWeightTrainer(WeighingTrainer):
             data[OLD_LOG_PROBS] = columns[OLD_LOG_PROBS]
             data["response_mask"] = updated_BT
             metrics.update(calculate_debug_metrics(DataProto(batch=data)))
+        # 0 for NaN: a mask does not take NaN out of a sum.
         metrics["actor/entropy"] = mean_of_loss(self.settings, columns[ENTROPY].nan_to_num(), updated_BT)
         return metrics
 
@@ -199,19 +210,21 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
         """By the policy of the step's first update."""
         workers = self.actor_rollout_wg
         update = self.local_trigger_step
+        # The first update is by that policy already; in bypass mode nobody here holds it.
         if update == 0 or self.settings[BYPASS]:
             return super()._run_pass(rows)
         workers.save_model_to_cpu(update)
         workers.restore_model_from_cpu(STEP_POLICY)
         try:
             return super()._run_pass(rows)
-        finally:
+        finally:  # the update that comes next is of the current policy
             workers.restore_model_from_cpu(update)
             workers.clear_cpu_model(update)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._compute_old_log_prob(batch, metrics)
-        if self._own_forward and self.parameter_sync_step > 1:  # the step's later updates go back to this policy
+        # The step's later updates go back to this policy, which verl's method, left out here, would have kept.
+        if self._own_forward and self.parameter_sync_step > 1:
             self.actor_rollout_wg.save_model_to_cpu(STEP_POLICY)
         return batch
 

@@ -9,7 +9,7 @@ writes. Shape suffixes: R responses of a rank, T response tokens, N packed token
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +80,7 @@ class UpdateReader:
         with self._attempt():
             number = tu.get_non_tensor_data(data, WATCHED, default=None)
             if number != self._number:
+                # Steps of another update were not taken, and go.
                 self._number = number
                 self._steps = []
                 self._error = None
@@ -134,11 +135,13 @@ def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, wi
     log_probs_N = read.log_probs.values().cpu()  # in its own type, which says how exact the gradient is
     gradient_N = torch.zeros_like(log_probs_N) if read.values is None else read.values.values().cpu() / scale
     slots = []
+    # An empty row, taken off below: pad_sequence() refuses an empty list.
     log_probs = [log_probs_N[:0]]
     gradients = [gradient_N[:0]]
     outside = []
     start = 0
     for (_, slot), (prompt, response) in zip(places_R2.tolist(), lengths_R2.tolist(), strict=True):
+        # Of a prompt of 3 and a response of 2 tokens, positions 2 and 3 predict the response.
         first = start + prompt - 1
         last = first + response
         end = start + prompt + response
@@ -146,6 +149,7 @@ def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, wi
             slots.append(slot)
             log_probs.append(log_probs_N[first:last])
             gradients.append(gradient_N[first:last])
+            # Prompt tokens, and the last position, must have received nothing: check() names those that did.
             outside.append(float(torch.cat([gradient_N[start:first], gradient_N[last:end]]).abs().max()))
         start = end
     return Piece(
@@ -187,8 +191,10 @@ class TokenWeightTrainingWorker(TrainingWorker):
             self.own_forward.ask_for_entropies(data)
         if LEAVE_OUT in data:
             data = without_zero_advantage(self.engine, data)
-        reading = self.update_reader.optimiser_step(self, data, places_R2[:, 0].tolist()) if watched else nullcontext()
-        with reading:
+        if not watched:
+            return super().train_batch(data)
+        # The places are those of all responses: the loss's denominators count the ones that were left out, too.
+        with self.update_reader.optimiser_step(self, data, places_R2[:, 0].tolist()):
             return super().train_batch(data)
 
 

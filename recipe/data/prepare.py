@@ -73,6 +73,7 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
         row["extra_info"]["index"] = index
     datasets.disable_progress_bars()
     path = folder / f"{spec.name}{specs.ENDINGS[prompt]}"
+    # To memory first: a file that is there is complete.
     content = io.BytesIO()
     datasets.Dataset.from_list(chosen).to_parquet(content)
     write_whole(path, content.getvalue())
@@ -100,7 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = SPECS[name]
         local = options.local_dir is not None and name not in hub_ids
         try:
-            source, rows = read_local(spec, options.local_dir) if local else read_hub(spec, hub_ids.get(name, spec.hub))
+            if local:
+                source, rows = read_local(spec, options.local_dir)
+            else:
+                source, rows = read_hub(spec, hub_ids.get(name, spec.hub))
             say(prepare_dataset(spec, source, rows, options.prompt, options.output_dir))
         except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             remedy = "" if local else f"; name another place with --hub-id {name}=, or a --local-dir"

@@ -68,7 +68,8 @@ def convert(spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFF
     problem = row[spec.problem]
     gold = read_gold(row[spec.gold], spec.reader)
     if isinstance(problem, list):
-        problem = problem[0]["content"] if [message["role"] for message in problem] == ["user"] else ""
+        roles = [message["role"] for message in problem]
+        problem = problem[0]["content"] if roles == ["user"] else ""
     if not (problem := user_messages(problem, "")[0]["content"]):
         raise ValueError("no problem, or no single user message")
     if context := row.get("context"):  # a few of OlympiadBench
@@ -97,4 +98,6 @@ def published_id(spec: DatasetSpec, row: Mapping[str, Any], name: str) -> str | 
     published."""
     hashes = PUBLISHED_SUBSETS.get(spec.name, {})
     beginning = hashlib.sha256(str(row[spec.problem]).encode()).hexdigest()[:16]
-    return name if name in hashes else next((id for id, hash in hashes.items() if hash == beginning), None)
+    if name in hashes:
+        return name
+    return next((id for id, hash in hashes.items() if hash == beginning), None)

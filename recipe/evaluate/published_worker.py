@@ -22,7 +22,9 @@ def published_gold(benchmark: str, gold: str) -> str:
     """Returns ``str`` of what the file of the published code holds: a list for OlympiadBench, a float for AMC23."""
     if benchmark == "olympiadbench":
         return str([gold])
-    return str(float(gold)) if benchmark == "amc23" and gold.removeprefix("-").isdigit() else gold
+    if benchmark == "amc23" and gold.removeprefix("-").isdigit():
+        return str(float(gold))
+    return gold
 
 
 def published_box(text: str) -> str | None:

@@ -177,7 +177,9 @@ def resolve_model(model: str) -> tuple[Path, str]:
 def fetch(model: str) -> Path:
     """Returns the folder of a model on the hub, with its ``.bin`` files where it has no other weights."""
     path = Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns="*.bin"))
-    return path if any(path.glob("*.safetensors")) else Path(snapshot_download(model, allow_patterns=FILES))
+    if any(path.glob("*.safetensors")):
+        return path
+    return Path(snapshot_download(model, allow_patterns=FILES))
 
 
 def refuse_missing(folder: Path, names: Iterable[str], remedy: str) -> None:
@@ -199,8 +201,10 @@ def merge(checkpoint: Path, merged: Path) -> Path:
     statuses = {str(file.relative_to(checkpoint)): file.stat() for file in checkpoint.rglob("*") if file.is_file()}
     files = {name: [status.st_size, status.st_mtime_ns] for name, status in sorted(statuses.items())}
     source = json.dumps({"verl": version("verl"), "files": files})
+    # A later start of the run writes the same global_step_N anew.
     if (merged / MERGED_FROM).is_file() and (merged / MERGED_FROM).read_text(encoding="utf-8") == source:
         return merged
+    # In the folder's file system, so that it comes under its name at once, and whole.
     with TemporaryDirectory(dir=merged.parent) as folder:
         command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", checkpoint]
         subprocess.run([*command, "--target_dir", target := Path(folder, "merged")], stdout=2, check=True)

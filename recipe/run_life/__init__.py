@@ -187,7 +187,9 @@ def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
     then = stored.get("definition")
     now = definition(run)
     if not isinstance(then, dict):
-        return [] if run[MODE] == "resume_path" else [f"  no {RUN_DEFINITION} that can be read says which"]
+        if run[MODE] == "resume_path":  # it names the checkpoint, of whatever run
+            return []
+        return [f"  no {RUN_DEFINITION} that can be read says which"]
     # Another version may have options that this one lacks, and lack some that this one has.
     names = then.keys() | now.keys() if stored.get("by") == _BY else then.keys() & now.keys()
     differing = [name for name in sorted(names) if then.get(name) != now.get(name)]

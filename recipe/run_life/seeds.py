@@ -52,6 +52,7 @@ class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         run = self.config.actor_rollout_ref.rollout.seed
         prompt = kwargs.get("index"), kwargs["raw_prompt"], kwargs["session_id"]
         seed = request_seed(run, trajectory["step"], trajectory["validate"], *prompt)
+        # A worker has many responses at once: each gets a copy, with a client that counts its turns.
         worker = copy.copy(self)
         worker.llm_client = SeededTurns(self.llm_client)
         verls = super(SeededAgentLoopWorker, worker)._run_agent_loop

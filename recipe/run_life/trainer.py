@@ -53,6 +53,7 @@ class KeptRun:
 
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
+        # A step that fetches again goes on counting, so that no two prompts have one name.
         step, count = self._fetched if self._fetched[0] == self.global_steps else (self.global_steps, 0)
         self._fetched = step, count + len(batch)
         tu.assign_non_tensor_stack(batch, "uid", [f"{step:06d}-{count + i:05d}" for i in range(len(batch))])
@@ -60,6 +61,7 @@ class KeptRun:
 
     def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
         keys = [key.rsplit("_", 2) for key in batch.keys]
+        # As numbers: by text, session 10 would come before session 2.
         places = [(prompt, int(session), int(output)) for prompt, session, output in keys]
         batch.reorder(sorted(range(len(batch)), key=places.__getitem__))
         return super()._balance_batch(batch, *args, **kwargs)
@@ -78,8 +80,9 @@ class KeptRun:
 
     def _engines(self) -> list[str]:
         """Returns the addresses of vLLM's servers."""
-        vllm = self.config.actor_rollout_ref.rollout.name == "vllm"
-        return [replica.server_address for replica in self._replicas()] if vllm else []
+        if self.config.actor_rollout_ref.rollout.name != "vllm":
+            return []
+        return [replica.server_address for replica in self._replicas()]
 
 
 @contextmanager
@@ -88,7 +91,9 @@ def lines_stay(step: int) -> Iterator[None]:
     opens its file with ``"wb"``, which throws away the lines of earlier starts. Can go when it resumes."""
 
     def open_kept(path: str, mode: str = "r", **kwargs: Any) -> Any:
-        return MetricsFile(path, step or -1) if mode == "wb" else open(path, mode, **kwargs)
+        if mode == "wb":
+            return MetricsFile(path, step or -1)
+        return open(path, mode, **kwargs)
 
     with patch.object(tracking, "open", open_kept, create=True):
         yield

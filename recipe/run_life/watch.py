@@ -55,6 +55,7 @@ class Watch:
             yield
         except BaseException as error:
             over.set()
+            # The error may be the death's consequence, and come before Ray has noticed it.
             deadline = time.monotonic() + NOTICE_SECONDS
             while not deaths and time.monotonic() < deadline:
                 deaths += self.deaths()

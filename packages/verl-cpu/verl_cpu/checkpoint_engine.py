@@ -37,7 +37,9 @@ class HostCheckpointEngine(CheckpointEngine):
 
     def prepare(self) -> str | None:
         """Returns the path of the next file, from the master; None elsewhere."""
-        return f"{tempfile.mkdtemp(prefix='verl-cpu-weights-', dir=FOLDER)}/weights.pt" if self.is_master else None
+        if not self.is_master:
+            return None
+        return f"{tempfile.mkdtemp(prefix='verl-cpu-weights-', dir=FOLDER)}/weights.pt"
 
     @classmethod
     def build_topology(
@@ -54,10 +56,12 @@ class HostCheckpointEngine(CheckpointEngine):
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> dict:
         """Write the weights; ranks other than the first only take part in gathering them. Returns no metrics."""
+        # Every rank goes through all of them, as the generator gathers shards.
         gathered = {name: tensor.detach().clone() if self.is_master else None for name, tensor in weights}
         if self.is_master:
             unfinished = self.path.with_suffix(".unfinished")
             torch.save(gathered, unfinished)
+            # Readers wait for the name, and must not find half a file under it.
             unfinished.replace(self.path)
         return {}
 

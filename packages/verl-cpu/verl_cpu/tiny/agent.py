@@ -43,8 +43,10 @@ def called_step(turn: str) -> str | None:
     """Returns the step that a turn has checked; ``None`` where it calls no tool, as verl's parser of that format
     decides it."""
     calls = _CALL.findall(turn)
+    if not calls:
+        return None
     try:
-        return str(json.loads(calls[0])["arguments"]["step"]) if calls else None
+        return str(json.loads(calls[0])["arguments"]["step"])
     except (ValueError, KeyError, TypeError):
         return None
 

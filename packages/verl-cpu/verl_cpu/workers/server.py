@@ -56,6 +56,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> dict[str, Any] | N
                 os.environ.update({name: value for name, value in variables if name.startswith("RAY_")})
                 preload([*WITH_RAY, *modules])
                 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+            # A fork has the first request's variables of Ray, which its modules read when they were imported.
             if numbers == first and os.fork() == 0:
                 for number, file in enumerate(files):
                     os.dup2(file, number)
