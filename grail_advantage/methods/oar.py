@@ -1,10 +1,8 @@
-"""OAR: a token matters as much as the model's own answer reacts when the token is disturbed.
+"""OAR (arXiv 2601.07408): a token matters as much as the model's own answer reacts when the token is disturbed.
 
-Source: OAR (arXiv 2601.07408). ``oar_g`` shakes the embeddings: with Gaussian noise on them and J the divergence of the
-answer from what it is without noise, a position's score is ``| sum over dims of (dJ/de) * e |``. ``oar_p`` replaces one
-reasoning token after the other by padding, which is still attended to: its score is J itself.
-
-Logits are taken as they are, without a temperature.
+``oar_g`` adds Gaussian noise to the embeddings; J is the divergence of the answer from what it is without noise, and a
+position's score ``| sum over dims of (dJ/de) * e |``. ``oar_p`` replaces one reasoning token after the other by padding,
+which is still attended to: its score is J itself. Logits have no temperature.
 
 Shapes: S positions, D hidden, R rows, K positions that a probe
 reads (of all rows, one row after the other), V vocabulary, M replaced tokens, N counterfactuals of a batch."""
@@ -24,7 +22,7 @@ from tqdm import tqdm
 
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import Among, Mapped, option, register
-from grail_advantage.methods.saliency import align_scores
+from grail_advantage.methods.saliency import LOG_MAX, LOG_MIN, LOG_STD, align_scores
 from grail_advantage.model.hooks import capture_leaf, gradient_at
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range
 
@@ -37,7 +35,7 @@ logger = logging.getLogger(__name__)
 @register("oar_g", method="gradient")
 @register("oar_p", method="perturbation")
 class Oar(Mapped):
-    """Every response with an answer, the last complete one, gets weights; tokens outside the statistics set have 1."""
+    """Every response with an answer gets weights; tokens outside ``statistics`` have 1."""
 
     section = "oar"
     source = (
@@ -49,27 +47,27 @@ class Oar(Mapped):
     method: Literal["gradient", "perturbation"] = option("gradient", "gradient: OAR-G; perturbation: OAR-P")
     variant: Literal["official", "grail_port"] = option(
         "official",
-        "official scores the reasoning before the answer. grail_port, as GRAIL's authors ran it: OAR-G scores the "
-        "whole response, at the position before each token, by the noisy embedding; the quantile is a sorted score",
+        "official scores the reasoning. grail_port, as GRAIL's authors ran it: OAR-G scores the whole response, at the "
+        "position before each token, by the noisy embedding; the quantile is a sorted score",
     )
     probe: Literal["answer_mean", "last", "answer_joint"] = option(
         "answer_mean",
-        "the answer: its tokens' mean logits, the logits of the response's last position, or its mean log-likelihood",
+        "the answer's mean logits, the logits of the response's last position, or the answer's mean log-likelihood",
     )
     noise_std: float = option(1e-3, "OAR-G: standard deviation of the noise", gt=0)
     noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0)
     max_perturbations: int | None = option(
         None,
-        "OAR-P: most tokens replaced in a response, evenly spaced, scores between them interpolated; None: all",
+        "OAR-P: most tokens replaced in a response, evenly spaced, scores between them interpolated; null: all",
         ge=1,
     )
     reshaper: str = option("bilevel", "map from scores to weights, by its name")
     quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
     boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
     weight_mean: float = option(1.0, "reshaper=log_zscore: weight at the mean log score", ge=0)
-    weight_std: float = option(0.5, "reshaper=log_zscore: weight added per standard deviation of the log score", gt=0)
-    weight_min: float = option(0.5, "reshaper=log_zscore: lower clip", ge=0)
-    weight_max: float = option(5.0, "reshaper=log_zscore: upper clip", ge=0)
+    weight_std: float = option(0.5, LOG_STD, gt=0)
+    weight_min: float = option(0.5, LOG_MIN, ge=0)
+    weight_max: float = option(5.0, LOG_MAX, ge=0)
     statistics: Among = option(None, "follows from variant: the tokens that have scores")
     normalize_mass: bool = option(True, "whether a response's weighed tokens have weights that sum to their number")
 

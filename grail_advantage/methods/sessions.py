@@ -60,14 +60,11 @@ class TurnMethod(AdvantageMethod):
 
     rewards: str = option(
         "tool_rewards",
-        "field with each response's list of rewards by turn: from the reward function, the agent loop or the data; "
-        "empty: only the outcome counts",
+        "field with each response's rewards by turn (docs/turns.md); empty: only the outcome counts",
     )
     align: Literal["calls", "turns"] = option(
         "calls",
-        "how many rewards a response with K turns brings. turns: K. calls: one for each tool call, K - 1 if each turn "
-        "but the last makes one; K or more are ambiguous, and the response trains nothing, but for K = 1, a list for each "
-        "turn's calls, and K rewards in verl's own agent loop with max_parallel_calls=1",
+        "rewards of a response. turns: one for each turn; calls: one for each tool call, with exceptions (docs/turns.md)",
     )
     differences: bool = option(False, "whether the list holds scores of states, whose differences are the rewards")
     mask_truncated: bool = option(False, "as elsewhere; it biases the gradient where the policy decides when to stop")
