@@ -53,6 +53,7 @@ class Setting:
 
 
 def _loss(mode: str, scale: float, longest: int) -> str | None:
+    # Dr. GRPO divides by the length that a response may have at most, whatever the batch.
     return "dr_grpo" if (mode, scale) == ("seq-mean-token-sum-norm", longest) else None
 
 
@@ -177,6 +178,7 @@ def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
         ValueError: a number of processes that does not divide its 32 micro-batches of 8.
     """
     values = {setting.name: setting.theirs for setting in TRAINER}
+    # 8 steps on 4 GPUs are 32 micro-batches, of which 2 processes take 16 each.
     steps, rest = divmod(values["gradient_accumulation_steps"] * GPUS, processes)
     if rest:
         raise ValueError(f"{processes} processes do not divide the published {8 * GPUS} micro-batches of an update")

@@ -91,6 +91,7 @@ class Arguments:
     @property
     def splits(self) -> bool:
         """Whether responses to a prompt are on several processes."""
+        # 4 x 3 responses on each process: of groups of 8, the second is on two.
         rows = self["per_device_train_batch_size"] * self["steps_per_generation"]
         return bool(self.trainer.accelerator.num_processes > 1 and rows % self["num_generations"])
 

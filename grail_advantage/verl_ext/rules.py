@@ -237,6 +237,7 @@ def _chose_deviation(s: Settings) -> bool:
 
 
 def _half(s: Settings) -> bool:
+    # bf16 is what verl's engine takes where nothing is said.
     return str(s[PARAM_DTYPE] or "bf16") in ("bf16", "bfloat16")
 
 
