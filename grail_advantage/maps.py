@@ -142,6 +142,7 @@ def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     mean = _mean(x, m)
     p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)  # by the mean, so that no power that matters overflows
     total = p.sum(-1, keepdim=True)
+    # mean^g total is the sum of x^g.
     return Weights(torch.where(m & (mean.pow(exponent) * total >= 1e-8), count * p / total, 1.0).float())
 
 

@@ -140,6 +140,7 @@ class Fitted(AdvantageMethod):
             scores[index, : sum(lengths_J)] = torch.from_numpy(credit_J.repeat(lengths_J))
         trained = r.mask & self.select(r)[:, None] & scores.isfinite().all(dim=1, keepdim=True)
         uniform = r.advantages.double()[:, None].expand(scores.shape)
+        # Where every credit is 0 there is nothing to scale.
         scale = (uniform[trained].square().sum() / scores[trained].square().sum().clamp(min=1e-30)).sqrt()
         return scores * scale
 

@@ -106,8 +106,10 @@ class Oar(Mapped):
         return f"{'3 on' if self.method == 'gradient' else '1 for every reasoning token of'} the selected responses"
 
     def map_options(self) -> dict[str, Any]:
-        rule = {"quantile_rule": "sorted" if self.variant == "grail_port" else "linear"}
-        return super().map_options() | (rule if self.reshaper == "bilevel" else {})
+        options = super().map_options()
+        if self.reshaper == "bilevel":
+            options["quantile_rule"] = "sorted" if self.variant == "grail_port" else "linear"
+        return options
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.method == "perturbation" and tokenizer.pad_token_id is None:
@@ -165,12 +167,14 @@ class Oar(Mapped):
                 size = (length, noisy.shape[-1])
                 # For the whole length, so that a row that is cut has the same noise on what is left of it.
                 noise = torch.randn(size, generator=generator, device=noisy.device, dtype=torch.float32)
+                # Only the host knows where the row is: several may be packed into one.
                 place, start = micro.at(index, first)
                 piece = noisy[place, start : start + count]
                 piece.copy_(piece + self.noise_std * noise[:count])  # in float32 where the model is narrower
             return noisy
 
         with torch.no_grad():
+            # Without a graph: J is differentiated at the noisy embeddings alone.
             clean = read_probe(micro.logits(probes), tokens, counts, self.probe)
         embedding = micro.leaf("embeddings")
         # Before capture_leaf(): hooks run in this order, so that the leaf is the noisy embedding.
@@ -208,17 +212,20 @@ class Oar(Mapped):
         positions = torch.arange(start, length, device=row.tokens.device)
         logits, cache = forward(row.tokens[None, :length], positions, None)
         clean = read_probe(logits[0], tokens, [len(positions)], self.probe)
-        cache = cache if _can_be_shared(cache, length) else None
+        if not _can_be_shared(cache, length):
+            cache = None
         scores: list[Tensor] = []
         for chunk in replaced.split(model.sequences_together(length)):
             # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
             count = len(chunk)
-            shared = row.start + int(chunk[0]) if cache is not None else 0
+            shared = 0
+            prefix = None
+            if cache is not None:
+                shared = row.start + int(chunk[0])
+                prefix = shared_prefix(cache, shared, count)
             changed = row.tokens[shared:length].repeat(count, 1)
             changed[torch.arange(count, device="cpu"), row.start + chunk - shared] = model.pad_token
-            logits, _ = forward(
-                changed, positions - shared, shared_prefix(cache, shared, count) if cache is not None else None
-            )
+            logits, _ = forward(changed, positions - shared, prefix)
             changed_probe = read_probe(logits.flatten(0, 1), tokens.repeat(count), [len(positions)] * count, self.probe)
             scores.append(divergence(clean, changed_probe, self.probe).float())
             bar.update(count)
@@ -248,7 +255,9 @@ def read_probe(logits: Tensor, tokens: Tensor, counts: Sequence[int], probe: str
 
 def divergence(clean: Tensor, changed: Tensor, probe: str) -> Tensor:
     """``KL(P0 || P)`` of two readings, or for ``answer_joint`` the drop ``phi0 - phi``; float64 (R,)."""
-    return clean - changed if probe == "answer_joint" else (clean.exp() * (clean - changed)).sum(dim=-1)
+    if probe == "answer_joint":
+        return clean - changed
+    return (clean.exp() * (clean - changed)).sum(dim=-1)
 
 
 def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
@@ -258,6 +267,7 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     # Of scores 1 and 3 of the tokens 0 and 2, token 1 lies half way and has 2.
     upper = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
     lower = torch.where(replaced[upper] > index, upper - 1, upper).clamp(min=0)
+    # At a replaced token, and beyond the outermost, both are the same one.
     gap = (replaced[upper] - replaced[lower]).clamp(min=1)
     share = ((index - replaced[lower]) / gap).clamp(0, 1)
     return torch.lerp(scores[lower], scores[upper], share.to(scores.dtype))

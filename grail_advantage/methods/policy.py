@@ -95,6 +95,7 @@ class EntropyBonus(Method):
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         a = r.advantages[:, None]
         bonus = (self.alpha * scores.double() / a.abs()).clamp(max=1 / self.kappa)
+        # Where A is 0 the bonus is infinite or NaN, and any weight does.
         w = torch.where(a != 0, 1 + a.sign() * bonus, 1.0)
         return Weights(w.float(), 1 - 1 / self.kappa, 1 + 1 / self.kappa)
 
@@ -143,7 +144,10 @@ class HighEntropy(Method):
         x = scores[among]
         cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
         chosen = among & (scores >= cut)
-        return Weights(chosen.float() * (len(x) / int(chosen.sum()) if self.denominator == "selected" else 1.0))
+        w = chosen.float()
+        if self.denominator == "selected":
+            w = w * (len(x) / int(chosen.sum()))
+        return Weights(w)
 
 
 @register("stare")
@@ -168,6 +172,7 @@ class Stare(Method):
     strength: float = option(0.1, "how far the weights of the chosen tokens are from 1", gt=0, le=1)
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+        # A response without a finite entropy has no score, so that it does not reach the batch's mean.
         return torch.where(entropy(r).isfinite(), surprisal(r), torch.nan)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
@@ -202,6 +207,7 @@ class Steer(Method):
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among].double()
+        # Equal scores have no place between the two weights.
         if x.min() == x.max():
             return Weights(torch.ones_like(scores))
         place = (scores.double() - x.min()) / (x.max() - x.min())

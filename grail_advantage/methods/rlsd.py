@@ -81,6 +81,7 @@ class Privileged(BaseMethod):
         text = self._privileged_text(example)
         if example is None or not text:
             return row
+        # Copies, as one of them is changed.
         messages = [dict(message) for message in example.messages]
         question = next(message for message in reversed(messages) if message.get("role") == "user")
         if not isinstance(question["content"], str):
@@ -90,7 +91,9 @@ class Privileged(BaseMethod):
         render = partial(tokenizer.apply_chat_template, **{**example.template_options, "return_dict": False})
         without_header = render(messages, add_generation_prompt=False, tokenize=False)
         complete = render(messages, add_generation_prompt=True, tokenize=False)
-        header = complete[len(without_header) :].strip() if complete.startswith(without_header) else ""
+        header = ""
+        if complete.startswith(without_header):
+            header = complete[len(without_header) :].strip()
         # Not only the text: together with the words around it, it may make up what neither of them does.
         question["content"] += f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
         prompt = row.tokens.new_tensor(render(messages, add_generation_prompt=True, tokenize=True))
@@ -132,11 +135,15 @@ class Rlsd(Privileged, Method):
     epsilon: float = option(0.2, "how far the ratio of the probabilities may be from 1", gt=0, le=1)
 
     def lam_at(self, step: int) -> float:
-        return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
+        if not self.lam_steps:
+            return self.lam
+        return self.lam * max(0.0, 1.0 - step / self.lam_steps)
 
     def select(self, r: Rollouts) -> Tensor:
         """None where ``lam`` has fallen to 0."""
-        return super().select(r) if self.lam_at(r.step) else torch.zeros_like(r.valid)
+        if not self.lam_at(r.step):
+            return torch.zeros_like(r.valid)
+        return super().select(r)
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return self.signal(r, of_pass)
@@ -164,7 +171,9 @@ def look_up(columns: Mapping[str, Any], path: str) -> Any:
 def as_text(value: Any) -> str:
     """A value of a data set as text without white space around it, a list as its entries with commas between them.
     Empty for nothing, not-a-number and what is not there."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy, as parquet files give them
+    # Of numpy, as parquet files give them.
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, list | tuple):
         return ", ".join(filter(None, map(as_text, value)))
     if value is None or value is _MISSING or value != value:

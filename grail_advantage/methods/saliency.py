@@ -70,9 +70,8 @@ class Saliency(Mapped):
         return row.start + start, row.start + end
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        return replace(
-            row, tokens=row.tokens[: self.target_positions(row)[1]]
-        )  # nothing after the target can influence it
+        # Nothing after the target can influence it.
+        return replace(row, tokens=row.tokens[: self.target_positions(row)[1]])
 
     def of_row(self, row: Row, saliency: Tensor, norms: Tensor) -> RowScores:
         """A response's scores from the saliency of its positions, the first being the one before the response."""
@@ -86,6 +85,7 @@ class Saliency(Mapped):
         )
         results = []
         for row, (saliency, norms) in zip(rows, pairs, strict=True):
+            # From the position on that predicts the first response token.
             results.append(self.of_row(row, saliency[row.start - 1 :], norms[row.start - 1 :]))
         return results
 
@@ -120,6 +120,7 @@ class Grail(Saliency):
     @classmethod
     def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
         filled = PRESETS["robust" if options.get("preset") == "robust" else "official"] | options
+        # An embedding at the predictor position is the previous token's; a block's output predicts the token.
         if "alignment" not in options and options.get("leaf", "embeddings") != "embeddings":
             filled["alignment"] = "predictor"
         return {"content_weight": filled.get("weight_max", 5.0)} | filled
@@ -129,6 +130,7 @@ class Grail(Saliency):
 
     def targets(self, row: Row) -> Range:
         answer = row.answer
+        # An empty box has no content.
         if self.target == "content" and answer.content_end > answer.content_start:
             return answer.content_start, answer.content_end
         return answer.start, answer.end

@@ -43,7 +43,9 @@ class Session:
         """float64 (K,): each turn's reward and the discounted ones after it; with the outcome, if it counts, in the
         last."""
         g = self.rewards.copy()
-        g[-1] += self.outcome if outcome else 0.0
+        if outcome:
+            g[-1] += self.outcome
+        # Rewards 0, 1 with the outcome 2 give 1.5, 3 at gamma 0.5.
         for k in range(len(g) - 2, -1, -1):
             g[k] += gamma * g[k + 1]
         return g
@@ -71,7 +73,9 @@ class TurnMethod(AdvantageMethod):
     @property
     def field_names(self) -> list[str]:
         names = super().field_names
-        return [*names, self.rewards] if self.rewards else names
+        if not self.rewards:
+            return names
+        return [*names, self.rewards]
 
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
         """Of the turns of one prompt's sessions, float (K,) each."""
@@ -117,20 +121,30 @@ class TurnMethod(AdvantageMethod):
                 continue
             last = indices[-1]
             # Without a field the outcome alone counts.
-            lists = [r.fields[self.rewards][index] for index in indices] if self.rewards else [[None] * len(turns)]
+            lists: list[Any] = [[None] * len(turns)]
+            counts = [len(turns)]
+            align = "turns"
+            if self.rewards:
+                lists = [r.fields[self.rewards][index] for index in indices]
+                counts = [len(of_response) for of_response in turns_of]
+                align = self.align
+            log_probs_of_turns = []
+            if log_probs is not None:
+                log_probs_of_turns = [log_probs[index, start:stop].float().numpy() for index, start, stop in turns]
             compared = sessions.add(
                 key=r.keys[last],
                 group=int(r.groups[last]),
                 outcome=float(r.rewards[last]),
                 lists=lists,
-                counts=[len(of_response) for of_response in turns_of] if self.rewards else [len(turns)],
-                align=self.align if self.rewards else "turns",
+                counts=counts,
+                align=align,
                 before=_before(r, turns_of) if "messages" in self.reads else (),
                 turns=turns,
-                log_probs=[] if log_probs is None else [log_probs[i, a:b].float().numpy() for i, a, b in turns],
+                log_probs=log_probs_of_turns,
                 fields={name: [r.fields[name][index] for index in indices] for name in self.field_names},
             )
             if not compared:
+                # Not finite, so that the session trains nothing.
                 scores[indices] = torch.nan
         for session, advantages in zip(sessions.compared, self.by_groups(sessions.compared), strict=True):
             for (index, start, stop), advantage in zip(session.turns, advantages, strict=True):

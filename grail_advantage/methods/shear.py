@@ -131,6 +131,7 @@ def sinkhorn_distance(
         done = (wrong <= tolerance) & (tolerance > 0) | (step == iterations)
         distance[unfinished[done]] = (plan * cost)[done].sum((1, 2))
         off[unfinished[done]] = wrong[done]
+        # Pairs that are done leave: the others alone go on.
         unfinished, cost, k, a, log_a, log_b, v = (
             values[~done] for values in (unfinished, cost, k, a, log_a, log_b, v)
         )
@@ -192,6 +193,7 @@ def shear_scores(
     for i, scores_T in enumerate(scores):
         if not is_finite[i]:
             scores_T.fill_(torch.nan)
+        # Without an opposite its distances are infinite, and its scores stay 1.
         elif i in distances and any(positive[j] != positive[i] for j in usable):
             place = torch.arange(len(scores_T), device=scores_T.device)
             held = (bounds[i][:, :1] <= place) & (place < bounds[i][:, 1:])
@@ -207,6 +209,7 @@ def _first(counts: Tensor | None, pairs: int, size: int, device: torch.device) -
 
 def _windows(h: Tensor, width: int, stride: int) -> Tensor:
     """Half-open windows ``[a, min(a + width, T))`` for ``a = 0, stride, 2 * stride, ... < T``; int64 (K, 2)."""
+    # Of 7 tokens, windows of 4 by 2 are [0, 4), [2, 6), [4, 7), [6, 7).
     start = torch.arange(0, len(h), stride, device=h.device)
     return torch.stack([start, (start + width).clamp(max=len(h))], dim=1)
 

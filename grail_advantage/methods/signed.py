@@ -38,6 +38,7 @@ def averaged(values: Tensor, r: Rollouts, *, by_turn: bool) -> Tensor:
         spans = runs(r.written[index].numpy()) if by_turn else [(0, len(trains))]
         for start, stop in spans:
             of_span = values[index, start:stop][trains[start:stop]]
+            # The mean of nothing would be NaN, and fail the response.
             if len(of_span):
                 means[index, start:stop] = of_span.mean()
     return means

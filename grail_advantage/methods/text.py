@@ -61,6 +61,7 @@ class Pattern(Method):
             mask = r.mask[index].numpy()
             inside = matched(texts(tokens), texts.have_bytes(tokens), expression)
             if inside is None:
+                # Not finite, so that the response has weight 1.
                 scores[index] = torch.nan
                 continue
             scores[index] = torch.from_numpy(inside & mask).float()
@@ -86,6 +87,7 @@ def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Patt
         inside[slice(*match.span(group))] = True  # of a group that took no part (-1, -1), nothing
     lengths = np.array([len(piece) for piece in texts], dtype=np.int64)
     starts = starts_of(texts)
+    # Of "a=12" with 12 inside they are 0 0 0 1 2 2, and rise within the tokens that match.
     counts = np.concatenate([[0], np.cumsum(inside)])
     return have_bytes & (counts[starts + np.maximum(lengths, 1)] > counts[starts])
 
@@ -168,9 +170,9 @@ def result(step: str) -> str:
     numbers = _NUMBER.findall(step)
     if not numbers:
         return " ".join(step.split())
-    sign = "-" if numbers[-1].startswith("-") else ""
     integer, _, decimals = numbers[-1].lstrip("+-").replace(",", "").partition(".")
     integer = integer.lstrip("0") or "0"
     decimals = decimals.rstrip("0")
+    number = f"{integer}.{decimals}" if decimals else integer
     # -0 is 0.
-    return sign * (integer != "0" or bool(decimals)) + integer + (f".{decimals}" if decimals else "")
+    return f"-{number}" if numbers[-1].startswith("-") and number != "0" else number

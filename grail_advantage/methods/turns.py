@@ -28,6 +28,7 @@ def compare(
     spread = {}
     for key, of_key in members.items():
         mean[key] = np.mean(of_key)
+        # One value has no deviation; its difference is 0.
         spread[key] = np.std(of_key, ddof=1) + epsilon if deviation and len(of_key) > 1 else 1.0
     advantages = []
     for of_session, keys_of_session in zip(values, keys, strict=True):
@@ -51,6 +52,7 @@ class TurnRloo(TurnMethod):
 
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
         returns = [session.returns(self.gamma, outcome=self.outcome) for session in sessions]
+        # A session without siblings is compared with 0.
         siblings = max(1, len(returns) - 1)
         longest = max(map(len, returns))
         g = np.array([np.pad(g_K, (0, longest - len(g_K))) for g_K in returns])
