@@ -37,6 +37,7 @@ def line_of(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         "error": record["label"] if has_error else None,
         "reward": float(is_correct),
     }
+    # Methods that take gradients of the answer would have no scores.
     if next(BOXED.find(SEPARATOR.join(record["steps"]).encode()), None) is None:
         return "without an answer", line
     if has_error and is_correct:

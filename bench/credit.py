@@ -92,8 +92,10 @@ def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
     bits_JK = np.array([[digit == "1" for digit in digits] for digits in right], dtype=float)
     half = bits_JK.shape[1] // 2
     parts = (bits_JK[:, :half], bits_JK[:, half:], bits_JK)
+    # Values 0.5 and 0.75 and the reward 0 give the credit 0.25 and -0.75.
     credit_3J = np.array([np.diff([*part_JK.mean(axis=1), values["reward"]]) for part_JK in parts])
     step_T = np.searchsorted(values["starts"][1:], np.arange(len(row)), side="right")
+    # The last step is the answer then, which methods treat by rules of their own.
     steps = len(right) - values["answered"]
     advantage = float(row.base_advantage_T[0])
     loss = None
@@ -231,6 +233,7 @@ def report(folder: Path) -> str:
     settings = cases[0].row.labels["values"]["settings"]
     rows = {name: figures(cases, name) for name in (EARLIER, KIND, NOISE)}
     half = settings["samples"] // 2
+    # A half of the continuations has halves of its own, by which its noise is taken out.
     if half >= 2:
         planted = []
         for case in cases:

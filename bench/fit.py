@@ -51,6 +51,7 @@ def ridge(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
 
 def predicted(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     """The cosine of fits to the other parts' problems."""
+    # By problem: a fit that has seen other responses to one would know its values.
     parts = np.unique([case.problem for case in cases], return_inverse=True)[1] % PARTS
     signs = [case.advantage > 0 for case in cases]
     keys = list(zip(signs, parts.tolist(), strict=True))
@@ -69,6 +70,7 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
     """The fit, and the report on it. ValueError: it does not follow the credit of other problems."""
     incorrect = [case for case in cases if case.advantage < 0]
     correct = [case for case in cases if case.advantage > 0]
+    # Each sign of the advantage has a fit of its own.
     problems = min(len({case.problem for case in part}) for part in (incorrect, correct))
     if problems < FEWEST:
         raise ValueError(

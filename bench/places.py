@@ -87,6 +87,7 @@ def record_of(id: Any, problem: Any, advantages: TokenAdvantages, label: Label, 
     about = Record(id=id, problem=problem, no_scores=advantages.no_scores, step=label.step, auroc_M=auroc_M)
     if label.step is None:
         return about
+    # By the response's number, so that every method is shuffled alike.
     generator = np.random.default_rng([number, 5])
     compared_T = label.step_T >= 0
     # Tokens without a score have a weight by rule, such as 1, which shuffling must not spread.

@@ -78,6 +78,7 @@ def judge_of(name: str) -> Callable[[str, Any], bool]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--reward {name}: {error}; name it as MODULE:FUNCTION") from error
 
+    # Continuations repeat each other's texts, and math-verify takes its time.
     @lru_cache(maxsize=1_000_000)
     def judge(text: str, ground_truth: Any) -> bool:
         score = compute_score("", text, ground_truth)
@@ -96,6 +97,7 @@ def model_for(options: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
     """The tokenizer of ``--model``, and what loads the model where no engine does. ValueError: an option is not usable."""
     if options.samples < 1 or options.length < 1:
         raise ValueError("--samples and --length must be at least 1")
+    # Beside vLLM's engine only the tokenizer is used here.
     device = "cpu" if options.device == "vllm" else options.device
     check_options(options.temperature, 1, device)
     return model_of(options.model, device)
@@ -161,6 +163,7 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
 
     async def of_all(prefixes: Sequence[Prefix], limits: Sequence[int]) -> list[list[list[int]]]:
         if not engines:
+            # With the first request: a command that finds everything drawn starts no engine.
             engines.append(start_engine(folder, longest, 1, prefix_cache=True))
             atexit.register(engines[0].shutdown)
         return await asyncio.gather(*map(of_prefix, prefixes, limits))

@@ -42,10 +42,12 @@ def main(arguments: Sequence[str]) -> None:
     questions = questions_in(options.file, options.problems)
     lines = lines_in(options.out, settings, "sampled")
     tokenizer, _ = model_for(options)
+    # A base model has no chat template, and goes on from the text.
     prompts = [asked(question) if tokenizer.chat_template else question for _, question, _ in questions]
     prefixes = [tuple(tokenize(Response(id="", prompt=prompt, response=""), tokenizer)[1]) for prompt in prompts]
     judge = judge_of(options.reward)
     draw = drawer(options, "responses", prefixes)
+    # What was written holds whole questions, so that their number says where to go on.
     for first in range(len(lines) // options.samples, len(questions), TOGETHER):
         batch = range(first, min(first + TOGETHER, len(questions)))
         drawn = draw([prefixes[index] for index in batch], [options.length] * len(batch))

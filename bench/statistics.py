@@ -69,9 +69,12 @@ def above_controls(
     # What each response adds to the mean gain: of the controls, by how much they are above the others of the same value.
     parts_W = (gain_W - gain_W.mean()) / len(own_W)
     parts_C = np.round(np.nansum((controls_WC - means_W1) / counts_W1, axis=0), 9) / len(own_W)
-    sums = [pd.Series(parts_W).groupby(list(clusters_W)).sum(), pd.Series(parts_C).groupby(list(clusters_C)).sum()]
-    freedoms = np.array([max(1, len(sum_of_cluster) - 1) for sum_of_cluster in sums])
-    variances = np.array([(sum_of_cluster**2).sum() * len(sum_of_cluster) for sum_of_cluster in sums]) / freedoms
+    freedoms = np.ones(2)
+    variances = np.zeros(2)
+    for sample, (parts, clusters) in enumerate(((parts_W, clusters_W), (parts_C, clusters_C))):
+        sums = pd.Series(parts).groupby(list(clusters)).sum()
+        freedoms[sample] = max(1, len(sums) - 1)
+        variances[sample] = (sums**2).sum() * len(sums) / freedoms[sample]
     # Welch and Satterthwaite's degrees of freedom, which are 0 / 0 without a variance
     freedom = float(min(freedoms))
     if variances.any():

@@ -127,6 +127,7 @@ def read(folder: Path) -> Results:
             records.setdefault(name, {})[row.key] = record_of(row.key, row.group, advantages, label, number)
     if not counts["errors"]:
         raise ValueError(f"{folder}: no incorrect solution has a first error and an answer; {dict(counts)}")
+    # Where responses are missing, a method's figures are of other problems than the references'.
     complete = {name: of_method for name, of_method in records.items() if len(of_method) == len(records[PLACE])}
     return Results(complete, counts, record_in(folder))
 

@@ -74,6 +74,7 @@ def main(arguments: Sequence[str]) -> None:
             about = (len(prompts[index]), str(rows[index].ground_truth))
             beginnings[index] = [((*prompts[index], *ids[:start]), *about) for start in starts[index]]
         new = list({key: None for keys in beginnings.values() for key in keys if key not in digits})
+        # Of 100 tokens, a beginning with 30 of the response leaves 70.
         limits = [options.length - len(prefix) + prompt_length for prefix, prompt_length, _ in new]
         drawn = draw([prefix for prefix, _, _ in new], limits)
         for key, continuations in zip(new, drawn, strict=True):

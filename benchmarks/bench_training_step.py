@@ -82,6 +82,7 @@ def run_step(host: VerlHost, variant: Variant) -> Seconds:
     if variant.method is not None:
         start = timer.now(host.device)
         advantages_BT = host.weigh(build(variant.method)).advantages
+        # weigh() runs the pass, too, whose seconds are a stage of their own.
         weights = timer.now(host.device) - start - host.pass_seconds
     update = seconds(lambda: host.update(advantages_BT, skipping=variant.skips, reusing=variant.reuses))
     return Seconds(forward, host.pass_seconds, weights, update)
@@ -156,6 +157,7 @@ def of_stages(worker: Any, setup: Setup, repeats: int) -> dict[str, dict[str, An
     from benchmarks.verl_host import VerlHost
 
     host = VerlHost(worker, setup.rollouts(round(SELECTED * setup.rows)))
+    # The optimiser has its state from the first update on.
     run_step(host, VARIANTS[GRPO])
     return stage_peaks(host)
 

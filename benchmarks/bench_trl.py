@@ -73,6 +73,7 @@ def make_trainer(variant: str, folder: str, bf16: bool) -> tuple[GRPOTrainer, li
     trainer_class = TokenWeightGRPOTrainer if options else GRPOTrainer
     dataset = Dataset.from_list(rows)
     trainer = trainer_class(model, reward, config, processing_class=tokenizer, train_dataset=dataset, **options)
+    # As train() does before its first step.
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
     trainer.create_optimizer()

@@ -105,6 +105,7 @@ def planned() -> Iterator[Run]:
 
 def train(run: Run) -> None:
     """Train in this process, with what it says in the folder's log."""
+    # trl_grail refuses a folder with the figures of a run, here of one that broke off.
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     data = f"--model {FOLDER}/{run.task}_model --data {FOLDER}/train.jsonl --held-out {FOLDER}/held_out.jsonl"

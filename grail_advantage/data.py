@@ -105,7 +105,9 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
         if values.dtype != torch.bool and ((values != 0) & (values != 1)).any():
             raise ValueError(f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant")
         return values.bool()
-    return values.long() if kind == "whole" else values
+    if kind == "whole":
+        return values.long()
+    return values
 
 
 def _check_one_a_response(name: str, values: Any, count: int) -> None:
@@ -141,10 +143,10 @@ class Rollouts:
     prompts: Sequence[Tensor]  # int64 (P,) each, at least one token
     responses: Sequence[Tensor]  # int64 (T,) each; with what tools and users said in them
     mask: Tensor  # bool (B, T): the tokens that train; T is that of the longest response
-    advantages: Tensor  # (B,), before weighting; NaN, as without a reward, or more than LARGEST trains nothing
+    advantages: Tensor  # (B,), before weighting; NaN (no reward) or more than LARGEST trains nothing
     tokenizer: PreTrainedTokenizerBase = None
     answer: AnswerFormat = BOXED
-    # bool (B, T): the tokens that the model wrote; by default those that train, so that it is never None
+    # bool (B, T): the tokens that the model wrote; by default those that train
     written: Tensor = None  # type: ignore[assignment]
     truncated: Tensor | None = None  # bool (B,): hit the length limit without an end token
     masked: Tensor | None = None  # bool (B,): train nothing, whatever their advantage
@@ -153,9 +155,8 @@ class Rollouts:
     sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
     examples: Sequence[Example | None] | None = None
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``
-    columns: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # those above that the host has; to a method NaN where the model did not write
+    # The columns of READS that the host has; to a method NaN where the model did not write
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     keys: Sequence[str] = ()
     places: Sequence[int] = ()  # by default 0, 1, 2, ... both
     # For the dump: id, ground_truth, outcome, prompt, reward, labels
@@ -469,7 +470,7 @@ def _of_rows(values: Any, indices: Sequence[int], width: int) -> Any:
 class Row:
     """It is one response on its way through the model."""
 
-    tokens: Tensor  # int64: prompt + response; a method may cut it where nothing matters any more, or change the prompt
+    tokens: Tensor  # int64: prompt + response; a method may cut it, or change the prompt
     start: int  # index of the first response token, at least 1
     length: int  # response tokens, of which ``tokens`` may hold fewer
     answer: Any  # AnswerSpan relative to the response; never None in a method with needs_answer

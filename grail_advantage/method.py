@@ -239,8 +239,8 @@ class BaseMethod(BaseModel):
         return {}
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        """Give scores, float (B, T), which are read in selected responses: by default ``of_pass``, what :meth:`run`
-        gave, NaN elsewhere."""
+        """Give scores (B, T), by default ``of_pass``, what :meth:`run` gave, NaN elsewhere. They are read in
+        selected responses."""
         if of_pass is None:
             raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
         return of_pass
@@ -254,14 +254,14 @@ class Method(BaseMethod):
     needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
     whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
 
-    gate: Gate = option("all", "responses that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
+    gate: Gate = option("all", "responses that get weights: wrong (A <= 0), correct (A > 0) or all")
     statistics: Among = option("response", "tokens scored and compared: all, or the reasoning before the answer")
     span: Span = option("last", "which complete answer of a response counts")
     normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
     control: Control = option(
         "none",
-        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit; answer: "
-        "weight 1 in place of the scores' weights, the answer's as they are, for methods that give answers a weight",
+        "shuffled: the same weights, on other scored tokens of the same response; answer: the "
+        "answer's weights alone, for methods that have them",
     )
 
     def __init__(self, /, **options: Any) -> None:
@@ -307,8 +307,8 @@ class Method(BaseMethod):
         return chosen
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        """Turn scores (B, T), finite among bool (B, T), the tokens of scored responses that are compared, to weights.
-        There is at least one such token; scores are 1 where they are not known."""
+        """Turn scores (B, T), finite among the compared tokens, to weights. ``among``, bool (B, T), are those, of scored
+        responses. There is at least one such token; scores are 1 where they are not known."""
         raise NotImplementedError(f"{type(self).__name__} has no weights(); derive it from Mapped, or write one")
 
 
@@ -331,8 +331,8 @@ class Mapped(Method):
     """It is a method whose scores go through a map that the user chooses. The map also gets the method's own options of
     its options' names."""
 
-    reshaper: str = option("log_zscore", "map from scores to weights, by its name")
-    reshaper_options: dict[str, Any] = option({}, "options of the map, by their names in its own table")
+    reshaper: str = option("log_zscore", "map from scores to weights")
+    reshaper_options: dict[str, Any] = option({}, "options of the map")
 
     def check(self) -> None:
         # One score is mapped, so that a start refuses what the map would refuse in the first batch.

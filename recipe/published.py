@@ -53,6 +53,7 @@ class Setting:
 
 
 def _loss(mode: str, scale: float, longest: int) -> str | None:
+    # Dr. GRPO divides by the length that a response may have at most, whatever the batch.
     return "dr_grpo" if (mode, scale) == ("seq-mean-token-sum-norm", longest) else None
 
 
@@ -123,8 +124,8 @@ TRAINER = (
             "data.apply_chat_template_kwargs model.path", _thinking),
     Setting("vllm_importance_sampling_correction", True, "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: level is not None, instead=False,
-            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens, so that the ratio is the product of "
-            "the trainer's masses in them, below 1: long and uncertain responses count less, in GRPO and GRAIL alike"),
+            corrected="none: with `top_k` vLLM's probabilities are over 50 tokens: the ratio is the product of the "
+            "trainer's masses in them, below 1, and long, uncertain responses count less in GRPO and GRAIL alike"),
     Setting("vllm_importance_sampling_mode", "sequence_mask", "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: {"sequence": "sequence_mask"}.get(level), corrected="none"),
     Setting("vllm_importance_sampling_clip_max", 3.0, "TRL, as vllm_importance_sampling_cap",
@@ -177,6 +178,7 @@ def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
         ValueError: a number of processes that does not divide its 32 micro-batches of 8.
     """
     values = {setting.name: setting.theirs for setting in TRAINER}
+    # 8 steps on 4 GPUs are 32 micro-batches, of which 2 processes take 16 each.
     steps, rest = divmod(values["gradient_accumulation_steps"] * GPUS, processes)
     if rest:
         raise ValueError(f"{processes} processes do not divide the published {8 * GPUS} micro-batches of an update")

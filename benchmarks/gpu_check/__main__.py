@@ -63,6 +63,7 @@ class Outcome:
 
     def finish(self) -> bool:
         """Whether a check passed and none failed."""
+        # A failure outweighs what passed; without either, nothing was checked.
         status = next((status for status in (FAILED, PASSED) if status in self.statuses), NOT_RUN)
         self._say("", f"**{status}**")
         return status == PASSED

@@ -62,6 +62,7 @@ def rehearse(outcome: Outcome, device: str, folder: Path) -> None:
     if 1 not in first:
         return
     time.sleep(WAIT)
+    # psutil compares number and start, so that a new process with an old number is none of them.
     processes = [process for process in psutil.process_iter(["name", "status"]) if process in tree]
     alive_names = [process.info["name"] for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
     detail, _ = start(device, folder, kill_at=0)

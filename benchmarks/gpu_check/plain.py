@@ -88,12 +88,14 @@ def compared(actual: Weighed, exact: Weighed) -> dict[str, float]:
     """How far weights are off, over the tokens that have scores, and Spearman's correlation of the scores."""
     scored_BT = ~exact.scores.isnan()
     error_N = (actual.weights - exact.weights)[scored_BT].abs()
-    rows = zip(actual.scores, exact.scores, scored_BT, strict=True)
     figures = {"mean": error_N.mean(), "99 % below": error_N.quantile(0.99), "largest": error_N.max()}
     figures[SHARE] = error_N.mean() / exact.weights[scored_BT].std()
-    ranks = [torch.stack([of_T[at_T].argsort().argsort() for of_T in rows_T]).double() for *rows_T, at_T in rows]
-    # no ties
-    figures[RANK] = median(float(torch.corrcoef(ranks_2N)[0, 1]) for ranks_2N in ranks)
+    correlations = []
+    for actual_T, exact_T, scored_T in zip(actual.scores, exact.scores, scored_BT, strict=True):
+        # Random scores have no ties.
+        ranks = [scores_T[scored_T].argsort().argsort() for scores_T in (actual_T, exact_T)]
+        correlations.append(float(torch.corrcoef(torch.stack(ranks).double())[0, 1]))
+    figures[RANK] = median(correlations)
     return {name: float(value) for name, value in figures.items()}
 
 
@@ -124,6 +126,7 @@ def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
             measured[label] = {"seconds": durations, "x the forward": median(durations) / forward, PEAK: peak}
         except torch.cuda.OutOfMemoryError:
             measured[label] = {PEAK: math.inf}
+        # The gradients of training would count in the next pass's peak.
         model.eval().zero_grad(set_to_none=True)
         release()
     outcome.figures(f"Passes, {shape}", measured, f"One response of {tokens} tokens; inf: does not fit.")

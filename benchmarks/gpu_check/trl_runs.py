@@ -54,6 +54,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     with outcome.attempt("SmolLM2: the parts of a step's weights"):
         table = parts_of_weights(model, solved_rollouts(tokenizer, held_out), device)
         outcome.figures("GRAIL's weights", table, f"{len(held_out)} responses as TRL's trainer has them, all scored.")
+    # Anew, as precision() has rounded the weights.
     model, _ = load_smollm2()
     settings = WarmUpSettings(SLIPS, 32 if full else 4, 1e-4, 96 if full else 2, 8, 0, 0.35)
     warm_up(model.to(device), tokenizer, warm, held_out, settings, max_new_tokens=LONGEST)

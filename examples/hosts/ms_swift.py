@@ -114,6 +114,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _host(self, rollouts):
         zero_stage = getattr(self.accelerator.state.deepspeed_plugin, "zero_stage", 0)
+        # A forward of sharded parameters is a collective, in which every process takes part.
         is_sharded = self.is_fsdp_enabled or zero_stage == 3
         return PlainHost(
             self.accelerator.unwrap_model(self.model),
@@ -167,6 +168,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         parts = [[getattr(batch, name) for name in names] for batch in batches]
         advantages_BW, mask_BW, old_BW, *reference_BW = stacked(parts)
         if self.overlong_filter:
+            # The loss leaves truncated responses out, which the mask of a batch still has.
             mask_BW = mask_BW & ~torch.cat([batch.truncated_mask for batch in batches])[:, None]
         updates = args.steps_per_generation // args.gradient_accumulation_steps
         totals_U2 = None
@@ -174,6 +176,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             loss = replace(loss, over="update")
             tokens = float(batches[0].num_items_in_batch) / self.accelerator.num_processes
             totals_U2 = torch.tensor([[tokens, len(mask_BW) / updates]]).expand(updates * self.num_iterations, 2)
+        # The check knows no formula for these: it looks at the structure alone.
         if self.rollout_importance_sampling_mode or self.off_policy_sequence_mask_delta or self.kl_in_reward:
             loss = replace(loss, account=None)
         batch = Batch(

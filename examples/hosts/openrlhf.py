@@ -186,6 +186,7 @@ class TokenWeightPolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modifie
         trainer.actor_loss_fn = self._watch.around(loss, places, rank=self._rank)
         status = self._training_step(experience, *arguments, **named)
         trainer.actor_loss_fn = loss
+        # DeepSpeed counts optimiser steps, and takes one after the last of its micro-batches.
         if engine.global_steps > steps:
             self._watch.step()
         return status

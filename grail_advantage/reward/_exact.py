@@ -115,8 +115,11 @@ def same_label(gold: str, answer: str) -> Found:
     if not all(are_labels) and not any(map(_NO_NUMBER.search, golds + answers)):
         return None
     first, second = (
-        [re.sub(r"(?<![0-9.:])0(?=[0-9](?![0-9]))", "", label) for label in labels] for labels in (golds, answers)
+        # 2024-01-05 and 2024-1-5 are one date.
+        [re.sub(r"(?<![0-9.:])0(?=[0-9](?![0-9]))", "", label) for label in labels]
+        for labels in (golds, answers)
     )
+    # In brackets the order counts.
     arranged = list if gold.startswith("(") and answer.startswith("(") else sorted
     return arranged(first) == arranged(second)
 
@@ -151,6 +154,7 @@ def same_words(gold: str, answer: str) -> Found:
 def _words(text: str) -> set[str]:
     """Returns the words of a list, each entry as one, without articles and plurals; none where there is anything
     else."""
+    # $^ matches nothing: without a wrapper such a character is in no list of words.
     separators = "[.'()-]" if "\\text{" in text else "$^"
     entries = [
         re.sub(separators, " ", entry).split()
@@ -250,6 +254,7 @@ def _lists(*sides: list[Part]) -> Found:
     """Return both without their keys, and each entry with how often it is there if one is there twice."""
     counts = [Counter(part.value for part in side) for side in sides]
     if max(map(len, counts)) > 1 and any(count.total() > len(count) for count in counts):
+        # 1, 1, 3 becomes (1,2), (3,1); as a set of values it would be 1, 3.
         first, second = (", ".join(f"({value},{times})" for value, times in count.items()) for count in counts)
     elif sides[0][0].key or sides[1][0].key:
         first, second = map(", ".join, counts)

@@ -283,8 +283,10 @@ _RAISED = regex.compile("(?P<up>[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+)|[₀
 def _in_ascii(char: str) -> str:
     """LaTeX for a character outside ASCII; Greek and other letters stay."""
     if char in _SYMBOLS:
+        # A blank behind a command, or the x of ``·x`` would be a part of its name.
         return _SYMBOLS[char] + " " * _SYMBOLS[char][-1].isalpha()
     plain = unicodedata.normalize("NFKC", char)
+    # NFKC spells one half as 1, U+2044, 2.
     if "\u2044" in plain:
         return f"\\frac{{{plain.replace(chr(0x2044), '}{')}}}"
     return {"Cf": "", "Pd": "-", "Zs": " "}.get(unicodedata.category(char), plain)
@@ -305,6 +307,7 @@ def read(text: str) -> Form:
     """Returns the normal form: the same for the spellings of one answer, as far as text alone can tell. ValueError: the
     text has more than :data:`LONGEST` characters in LaTeX."""
     if not text.isascii():
+        # Before the single characters: NFKC makes a plain 2 of a raised one.
         text = _RAISED.sub(lambda run: f"{'^' if run['up'] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
         text = "".join(char if char.isascii() else _in_ascii(char) for char in text)
     text = " ".join(text.split())

@@ -130,6 +130,7 @@ def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
         )
         message = f"{source}: {len(faults)} of {row + 1} ground truths cannot be used, counted from row 0: {examples}; "
         message += f"{_REMEDY}. No response to these rows is right"
+        # Rows count from 0: 3 faults are all where the last row is 2.
         if len(faults) > row:
             raise ValueError(message)
         logger.warning("%s", message)

@@ -140,6 +140,7 @@ def equal(gold: str, answer: str) -> bool | str:
     rounding = FLOAT_DECIMALS
     size = abs(sides[0]).evalf(3) if isinstance(sides[0], Expr) and sides[0].is_number else None
     if isinstance(size, Float):
+        # 1.6e-19 gets 15 decimals more, 21, the last three of which are its digits.
         rounding += max(0, -patches.magnitude(size) - 4)
     return bool(verify(*sides, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
 
@@ -170,6 +171,7 @@ def work(connection: Connection, cpu_seconds: float, server: int) -> NoReturn:
     except (EOFError, OSError):
         status = CLOSED
     finally:
+        # A fork must not run what its server registered for its own end.
         os._exit(status)
 
 

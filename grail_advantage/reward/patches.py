@@ -83,6 +83,7 @@ def solve(*equation: Any) -> Any:
 
 def magnitude(size: Float) -> int:
     """Returns the power of ten of a number's first digit, or one less; ``math.log10`` would underflow."""
+    # mpmath's last two are exponent and bits: a number is below 2 ** (exponent + bits), and half of it at least.
     return math.floor(math.log10(2) * sum(size._mpf_[2:]))
 
 
@@ -98,6 +99,7 @@ def _exact(number: Any) -> Any:
     methods = sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative
     if not isinstance(number, Expr) or not number.is_number or number.has(*methods):
         return None
+    # By its digits: 0.1 is 1/10, and not the binary number next to it.
     return number.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in number.atoms(Float)}).doit()
 
 

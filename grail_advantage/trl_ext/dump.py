@@ -136,12 +136,14 @@ class GenerationDump(TrainerCallback):
         self._dump = StepDump(
             self._options,
             trainer.processing_class,
+            # 16 micro-batches an update, of generations of 8 in one epoch: 2 of these in an update.
             updates=math.ceil(args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)),
             model=trainer.accelerator.unwrap_model(trainer.model).config.name_or_path,
             temperature=trainer.temperature,
         )
         if state.is_world_process_zero:
             hold(self.folder, "choose another", "token_dump's folder")
+            # A run that resumes goes on with the files.
             if not state.global_step:
                 set_aside(self.folder, self._metrics_path)
             self._metrics = MetricsFile(self._metrics_path, state.global_step or -1)
@@ -257,6 +259,7 @@ class GenerationDump(TrainerCallback):
                 columns["log_probs"] = log_probs
             part = columns, generation.lengths, pieces
         parts = gather_object([part])
+        # In a receipt of some processes, the responses of the others would be missing.
         if accelerator.is_main_process and None not in parts:
             with self._dump.attempt():
                 self._write_receipt(generation, parts)

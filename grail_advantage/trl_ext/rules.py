@@ -91,6 +91,7 @@ class Arguments:
     @property
     def splits(self) -> bool:
         """Whether responses to a prompt are on several processes."""
+        # 4 x 3 responses on each process: of groups of 8, the second is on two.
         rows = self["per_device_train_batch_size"] * self["steps_per_generation"]
         return bool(self.trainer.accelerator.num_processes > 1 and rows % self["num_generations"])
 
@@ -146,7 +147,7 @@ RULES = (
     Rule(
         option="rollout_func",
         when=lambda a: a["rollout_func"] and a["tools"],
-        because="TRL then leaves its env_mask out, so that what others wrote would train (grpo_trainer.py:2272)",
+        because="TRL then leaves env_mask out and trains what others wrote (grpo_trainer.py:2272)",
         remedy="leave tools and environment_factory out",
     ),
     Rule(
@@ -206,7 +207,7 @@ RULES = (
     Rule(
         option="reward_funcs",
         when=lambda a: PENALTY in a.trainer.reward_func_names and _masking(a),
-        because="most of DAPO's penalty for length is for truncated responses, which train nothing",
+        because="most of DAPO's penalty is for truncated responses, which train nothing",
         remedy=lambda a: f"set {_masking(a)} to false, or leave the penalty out",
         warned=True,
     ),

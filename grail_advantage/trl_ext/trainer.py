@@ -309,6 +309,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         share = 1.0
         if self._skips:
             trained, share = rows_that_train(inputs, self.loss_type, self._largest)
+        # Within the loss alone: TRL's forward gives old and reference log-probabilities, too.
         self._micro_batch = inputs, trained
         loss = super()._compute_loss(model, trained) * share
         self._micro_batch = None
@@ -348,10 +349,12 @@ def rows_that_train(
     """
     mask = loss_mask(inputs)
     trains = (inputs["advantages"] * mask != 0).any(dim=1)
+    # Those that train come first; behind them, others fill up to the other processes' number.
     order = trains.int().argsort(descending=True, stable=True)
     trains[order[: max(1, largest(trains.sum()))]] = True
     trained = {}
     for name, values in inputs.items():
+        # A single number, such as num_items_in_batch, is of the whole batch.
         trained[name] = values[trains] if getattr(values, "ndim", 0) else values
     if loss_type in ("cispo", "dapo"):
         return trained, 1.0

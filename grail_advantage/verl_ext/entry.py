@@ -220,6 +220,7 @@ def trainer_kind(config: DictConfig) -> str | None:
     mode = config.trainer.v1.trainer_mode
     if mode in TRAINER_MODES:
         return mode
+    # It takes seconds, which runs in verl's own modes are spared.
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     trainer = TRAINER_REGISTRY.get(mode)
@@ -231,6 +232,7 @@ def trainer_kind(config: DictConfig) -> str | None:
 def check_data(settings: Settings) -> None:
     """Warn of rows whose ground truth this project's reward function cannot use, and refuse a file without another
     (ValueError). verl itself looks for files that are not on this machine, or that hold something else."""
+    # Another reward function may take any ground truth.
     if settings[REWARD] not in OURS:
         return
     from grail_advantage.reward import check_ground_truths
@@ -262,6 +264,7 @@ def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None
     path = model.get("tokenizer_path") or model["path"]
     trusted = model.get("trust_remote_code", False)
     try:
+        # A check downloads nothing: verl fetches a model in the processes that use it.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
     except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from
         return None

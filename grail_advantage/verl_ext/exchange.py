@@ -131,6 +131,7 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
 
     fillers = count - len(rows)
     everywhere = [length for of_rank in lengths for length in (*of_rank, *[FILLER_TOKENS] * (count - len(of_rank)))]
+    # verl estimates its operations a second by the lengths of all ranks' rows: those that are left.
     settings = {"global_token_num": NonTensorData(everywhere)}
     if micro_batch_rows is not None:
         settings["micro_batch_size_per_gpu"] = micro_batch_rows

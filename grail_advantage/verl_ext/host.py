@@ -282,6 +282,7 @@ class WeighingTrainer:
             batch_keys=list(keys),
             adv_estimator=base,
             num_repeat=self.settings[options.GROUP_SIZE],
+            # True is verl's own default.
             norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
             config=algorithm,
         )
@@ -299,6 +300,7 @@ class WeighingTrainer:
         figures = {f"{self.settings.method.name}/{name}": value for name, value in self._weighed.metrics.items()}
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
+                # Before the update, whose workers look for the marks.
                 self._dump.choose(self._weighed, of_run, update=update)
                 # Old log-probabilities of an own forward come with the update; the dump is written after it.
                 if not self._own_forward:
@@ -388,6 +390,7 @@ def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[s
     output's, of which verl gives the earlier ones a copy."""
     if not method.field_names:
         return {}
+    # Without extra_fields each name is a column, or nowhere.
     extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in objects(data, "extra_fields") or ()]
     of_reward = [(entry.get("reward_extra_info") or {}) for entry in extra]
     last = _last_outputs(keys)

@@ -71,11 +71,13 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
     def _weighted_advantages(self, compute: Callable[..., DataProto], data: DataProto, **how: Any) -> DataProto:
         """verl's ``compute_advantage``, then the token weights."""
         self.timing_raw: dict[str, float] = {}
+        # Under the method's name verl finds a function that only says what to do (_needs_token_weights).
         data = compute(data, **{**how, "adv_estimator": self.settings[BASE]})
         with marked_timer(TIMING, self.timing_raw, color="purple"):
             keys, fields = self._fields(data)
             base_BT = data.batch["advantages"]
             weighted = self._weigh(keys, fields).advantages
+            # verl pads to the longest that a response may be, the method's host to the longest of the batch.
             advantages_BT = pad(weighted, (0, base_BT.shape[1] - weighted.shape[1])).to(base_BT)
             data.batch["advantages"] = advantages_BT
             data.batch["returns"] = advantages_BT.clone()

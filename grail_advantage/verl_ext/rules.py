@@ -237,6 +237,7 @@ def _chose_deviation(s: Settings) -> bool:
 
 
 def _half(s: Settings) -> bool:
+    # bf16 is what verl's engine takes where nothing is said.
     return str(s[PARAM_DTYPE] or "bf16") in ("bf16", "bfloat16")
 
 
@@ -384,7 +385,7 @@ RULES = (
     Rule(
         option=FUSED,
         when=lambda s: s[FUSED] and s.method.uses in NEEDED_WHOLE,
-        because="the method reads logits or hidden states, which fused kernels do not put out",
+        because="the method reads whole logits or hidden states",
         remedy="use false",
     ),
     Rule(
@@ -396,7 +397,7 @@ RULES = (
     Rule(
         option=SLICES,
         when=lambda s: s.method.uses in NEEDED_WHOLE and _slicing(s),
-        because="the method reads logits or hidden states, of which each rank has a slice",
+        because="the method reads whole logits or hidden states",
         remedy="use 1",
     ),
     Rule(
@@ -409,7 +410,7 @@ RULES = (
         # verl's Ulysses exchange is inside its flash attention, which it sets where nobody does.
         option=ATTENTION,
         when=lambda s: _slicing(s) and "flash" not in str(s[ATTENTION] or "flash_attention_2"),
-        because="with sequence parallelism other attention than flash attention sees one slice only",
+        because="with sequence parallelism only flash attention sees all slices",
         remedy="use flash_attention_2",
     ),
     Rule(
@@ -433,15 +434,14 @@ RULES = (
     Rule(
         option=PARALLEL_CALLS,
         when=lambda s: getattr(s.method, "rewards", "") == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1),
-        because=f"verl puts the rewards of all calls into one flat list, {TOOL_REWARDS}, whatever their turns",
+        because=f"verl's list of rewards, {TOOL_REWARDS}, does not tell their turns",
         remedy="take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's "
         f"rewards={CALL_REWARDS}, or set 1",
     ),
     Rule(
         option=METHOD,
         when=lambda s: isinstance(s.method, Oar) and s.method.uses == "logits" and _half(s),
-        because="it compares two forwards that differ by noise of noise_std, most of which bf16 rounds away "
-        "(docs/methods.md)",
+        because="bf16 rounds most of the noise away, with which it compares two forwards (docs/methods.md)",
         remedy=f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run",
         warned=True,
     ),
@@ -462,7 +462,7 @@ RULES = (
     Rule(
         option=PENALTY,
         when=lambda s: s[PENALTY] and s.method.mask_truncated,
-        because="most of the penalty is for truncated responses, to which mask_truncated gives the advantage 0",
+        because="most of it is for truncated responses, to which mask_truncated gives the advantage 0",
         remedy=lambda s: f"set algorithm.{s.method.section}.mask_truncated=false, or leave the penalty out",
         warned=True,
     ),
@@ -502,7 +502,7 @@ class Obstacle(NamedTuple):
 OBSTACLES = (
     Obstacle(
         "trainer.use_v1",
-        skip="the older trainer pads responses to one length, with which none is left out",
+        skip="the older trainer pads responses to one length",
         reuse="the older trainer computes them in fit()",
         when=lambda s: s["trainer.use_v1"] is False,
     ),

@@ -131,8 +131,10 @@ class TokenWeightTrainer(WeighingTrainer):
         marks = None if self._dump is None else self._dump.marks
         if self._own_forward:
             request.extra_info[REUSE] = True
+            # The workers keep by place what their forward gives (columns_of_ranks).
             places_B2 = places_without_slots(len(rollouts))
         if marks is not None:
+            # The dump's places are the same, with slots beside them.
             request.extra_info[WATCHED], places_B2 = marks
         if places_B2 is not None:
             field = TensorDict({PLACES: places_B2}, batch_size=len(rollouts))

@@ -99,6 +99,7 @@ def results(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     the evaluation was killed between two files of another grading."""
     run, scores = finished(folder, report.Score)
     lines = (folder / "scores.jsonl").read_text(encoding="utf-8")
+    # Scores are written first, so that a kill may leave them beside the results of another grading.
     if run.get("scores_hash") not in (None, digest(lines)):
         raise ValueError(f"{folder}/scores.jsonl is of another grading than results.json; use --regrade {folder}")
     return report.summarise(run, scores) | {"folder": str(folder)}, scores

@@ -133,6 +133,7 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
         count = len(of_name)
         random = np.random.default_rng([INTERVAL["seed"], key])
         counts = random.multinomial(count, np.full(count, 1 / count), size=INTERVAL["resamples"])
+        # Counts (resamples, problems) times values (problems, metrics): the means of all resamples.
         means.append(np.vstack([of_name.mean(), counts @ of_name.to_numpy() / count]))
         benchmarks[name] = {"problems": count, **of_means(means[-1])}
     weighted = np.average(means, axis=0, weights=[row["problems"] for row in benchmarks.values()])
@@ -162,6 +163,7 @@ def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...
     benchmarks = []
     for result, frame in zip(results, scores, strict=True):
         run = result["run"]
+        # Two evaluations may differ in their seed.
         settings.append({**run["sampling"], "grader": run.get("grader"), "seed": None})
         benchmarks.append({name: rows.to_dict("list") for name, rows in frame[[*KEY, "gold"]].groupby("benchmark")})
     unequal = [f"{name} {a!r} and {b!r}" for name, a, b in _differing(*settings)]

@@ -167,6 +167,7 @@ def resolve_model(model: str) -> tuple[Path, str]:
     kind = "model.safetensors" if any(path.glob("*.safetensors")) else "pytorch_model.bin"
     index = path / f"{kind}.index.json"
     again = "fetch or copy the model again"
+    # Of weights in parts an index names them all: a broken download may lack some.
     if any(path.glob(kind.replace(".", "-*-of-*."))):
         refuse_missing(path, [index.name], again)
         refuse_missing(path, json.loads(index.read_bytes())["weight_map"].values(), again)

@@ -73,6 +73,7 @@ class KeepLast(CheckpointCallback):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
+        # verl goes on where a plug-in fails, and the run would not resume.
         if not (entry_is_wrapped() and __name__ in STARTS):
             remedy = (
                 "export VERL_USE_EXTERNAL_MODULES=recipe.verl_start, unset VERL_USE_EXTERNAL_PLUGINS, or add grail_advantage "
@@ -83,6 +84,7 @@ class KeepLast(CheckpointCallback):
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: Any) -> None:
         """Removes what verl wrote in older ones; files of others stay, and later steps, which are written again."""
         paths = sorted(Path(checkpoint_dir).parent.glob("global_step_*"), key=_step)
+        # Without a number all stay: [:-5] of 5 paths is none.
         count = self.config.trainer.max_actor_ckpt_to_keep or len(paths)
         for path in [path for path in paths if _step(path) <= global_step][:-count]:
             for part in ("actor", "critic", "transfer_queue"):
@@ -100,6 +102,7 @@ def _step(path: Path) -> int:
 def definition(run: Settings) -> dict[str, Any]:
     """Returns the options that define a run, with dots in their names, as JSON holds them."""
     defining = {name: _last_part(value) for name, value in _flat(run.config).items() if not _may_change(name)}
+    # As it is read back from the file, where a tuple is a list.
     return json.loads(json.dumps(defining, default=str))
 
 
@@ -152,6 +155,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 def _last_part(value: Any) -> Any:
     if isinstance(value, list):
         return [_last_part(element) for element in value]
+    # The same files in another folder are the same run; contents() sees others of the same name.
     return Path(value).name if str(value).startswith("/") else value
 
 
@@ -197,6 +201,7 @@ def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
     digests = stored.get("contents")
     if isinstance(digests, dict):
         for name, digest in contents(run).items():
+            # A file that had no digest then says nothing.
             if digests.get(name, digest) != digest:
                 lines.append(f"  {name}: another content than when the run began")
     return lines
@@ -289,6 +294,7 @@ def _end_if_finished(run: Settings, folder: Path) -> None:
         tracker = f"{folder}/latest_checkpointed_iteration.txt"
         raise ValueError(f"{tracker} names no step; write that of the last whole checkpoint there, {_FRESH}") from error
     last = run["trainer.total_training_steps"]
+    # A run that is finished may still be validated.
     if start is not None and last is not None and _step(Path(start)) >= last and not run["trainer.val_only"]:
         longer = "raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts) to train longer"
         print(f"already finished: {start} is of the last step; {longer}, {_FRESH}", file=sys.stderr, flush=True)

@@ -80,6 +80,7 @@ class Watch:
         """Returns texts on the actors held now that died, Ray's own, and on the engines that did."""
         dead = []
         with suppress(Exception):  # Ray's control service is away; if it stays away, Ray ends this process
+            # One question waits at each actor; those that the trainer has let go are asked no more.
             self._asked = {actor: self._asked.get(actor) or actor.__ray_ready__.remote() for actor in self._held()}
             answers = list(self._asked.values())
             answered = ray.wait(answers, num_returns=len(answers), timeout=SECONDS)[0] if answers else []

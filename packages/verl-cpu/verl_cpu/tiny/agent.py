@@ -57,6 +57,7 @@ def check(problem: Problem, calls: int, step: str) -> tuple[str, float]:
     if calls >= len(problem.steps):
         return NOTHING_LEFT, WRONG
     operator, term = problem.steps[calls]
+    # Running values of 7+5-3 are 7, 12 and 9: after one call 12-3=9 is right.
     value, result = (problem.first, *problem.values)[calls : calls + 2]
     return str(result), RIGHT if step == f"{value}{operator}{term}={result}" else WRONG
 

@@ -154,6 +154,7 @@ def demonstrate(problem: Problem, rng: random.Random, settings: AgentSettings) -
         turns.append((agent.call_text(f"{value}{operator}{term}={result}"), str(right)))
         value = right
     else:
+        # Only after all steps can a call be one too many.
         if rng.random() < settings.extra_rate:
             operator, term = rng.choice(problem.steps)
             turns.append((agent.call_text(f"{value}{operator}{term}={rng.randint(0, MAX_VALUE)}"), agent.NOTHING_LEFT))
@@ -166,6 +167,7 @@ def ship(model: PreTrainedModel, folder: Path, settings: Any, measured: Callable
     model.to(torch.bfloat16).save_pretrained(folder)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     record = {"settings": asdict(settings), **versions, **trained}
+    # Measured as it is shipped, by weights that were rounded.
     rounded = model.float().eval()
     record["greedy"] = measured(rounded, temperature=0.0)
     record["sampled"] = measured(rounded, seed=settings.seed)

@@ -32,6 +32,7 @@ def build_tokenizer(words: Sequence[str] = WHOLE_WORDS) -> PreTrainedTokenizerFa
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = []
     for word in words:
+        # BPE comes to user by the merges u+s, us+e and use+r.
         for end in range(1, len(word)):
             merges.append((word[:end], word[end]))
             tokens.append(word[: end + 1])
@@ -69,6 +70,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
         bos_token_id=None,
         dtype="float32",
     )
+    # The caller's random numbers go on as if none had been drawn here.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)

@@ -87,6 +87,7 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
     """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments; ValueError
     when the split has fewer."""
     chosen: dict[str, Problem] = {}
+    # Many more than are needed: draws are of the other split, repeat themselves, or leave the range.
     for text in _chain_texts(100 * _VALIDATION_SHARE * size + 10_000, seed):
         problem = Problem.parse(text)
         held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0

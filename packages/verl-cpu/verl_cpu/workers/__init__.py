@@ -47,4 +47,5 @@ def serve(environment: Mapping[str, str], modules: Sequence[str] = ()) -> str:
         listener.listen(64)
         command = [sys.executable, "-m", "verl_cpu.workers.server", str(address), str(listener.fileno()), *modules]
         _server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
+    # -I -S: without site-packages, which the client does not need, it starts sooner.
     return shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(address)])

@@ -15,7 +15,9 @@ def main() -> None:
             connection.connect(address)
             socket.send_fds(connection, [b"."], [0, 1, 2])
             connection.sendall(json.dumps(request).encode())
+            # The server reads to the end of the request.
             connection.shutdown(socket.SHUT_WR)
+            # A fork says that it is there; a server that makes none closes, and the script runs here.
             if connection.recv(1):
                 connection.recv(1)  # the fork holds its end of the connection as long as it lives
                 return

@@ -72,6 +72,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> dict[str, Any] | N
 
 def become(request: dict[str, Any]) -> None:
     """Run the requested script as the process that Ray's raylet would have started."""
+    # The server ignores both, and a fork inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)  # a raylet ends the group of a worker that died, and no other's
