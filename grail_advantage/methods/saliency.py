@@ -92,7 +92,7 @@ class Saliency(Mapped):
 
 @register("grail")
 class Grail(Saliency):
-    """``None`` stands for the preset's value."""
+    """``null`` stands for the preset's value."""
 
     formula = "clip(1 + 0.5 z, 0.5, 5), z the response's standardised log || dL/dh * h ||; answer content 5"
     source = "arXiv 2606.04889 (declare-lab/grail, `src/train/grail_trainer.py`, `compute_grail_weights`)"
