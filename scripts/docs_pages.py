@@ -191,7 +191,7 @@ def _modes() -> list[str]:
     lines = ["## Inputs and modes", "", *table(["`algorithm.adv_estimator`", "reads of the batch"], rows)]
     lines += ["", f"Uses of the model: {'; '.join(passes)}."]
     lines += [f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}."]
-    lines += ["`compute_token_weights` computes log-probabilities and entropies itself if they are not given."]
+    lines += ["`compute_token_weights` computes log-probabilities and entropies that are not given."]
     return lines
 
 

@@ -58,7 +58,7 @@ class Oar(Mapped):
     noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0)
     max_perturbations: int | None = option(
         None,
-        "OAR-P: most tokens replaced in a response, evenly spaced, scores between them interpolated; null: all",
+        "OAR-P: most tokens replaced in a response, evenly spaced, the scores between interpolated; null: all",
         ge=1,
     )
     reshaper: str = option("bilevel", "map from scores to weights")

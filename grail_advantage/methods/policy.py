@@ -80,7 +80,7 @@ class Entropy(Mapped):
 
 @register("entropy_bonus")
 class EntropyBonus(Method):
-    """``A_t = A + min(alpha H, |A| / kappa)`` as a weight: an incorrect response's undecided tokens are pushed down
+    """``A_t = A + min(alpha H, |A| / kappa)`` as a weight: incorrect undecided tokens are pushed down
     less."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
