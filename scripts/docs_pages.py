@@ -96,6 +96,7 @@ def overview() -> list[str]:
     for method in KNOWN:
         measured = figures["methods"].get(method.name)
         ratio = "not measured" if measured is None else f"{measured['ratio']:.2f}"
+        # As the pages' anchors are made of their headings.
         anchor = re.sub(r"[^a-z0-9_ -]", "", headings[method.name].lower()).replace(" ", "-")
         link = f"[`{method.name}`](reference_methods.md#{anchor})"
         source, _, read_at = method.source.removesuffix(")").partition(" (")
@@ -125,6 +126,7 @@ def reference() -> list[str]:
     lines += [*table(["option (default)", "of", "allowed", "meaning"], options), "", "## Each method"]
     for owner, of_class in BY_CLASS.items():
         lines += _introduction(owner, of_class)
+        # What several classes have is explained once, above.
         special = [row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1]
         if special:
             lines += ["", *table(head, special)]
