@@ -139,10 +139,11 @@ def differences(
         values = [run[step] for run in side]
         baseline_values = [run[step] for run in baseline]
         pairs = [value - baseline_value for value, baseline_value in zip(values, baseline_values, strict=True)]
-        deviation = statistics.stdev(pairs) if len(pairs) > 1 else math.nan
-        half = (
-            student_quantile(0.975, len(pairs) - 1) * deviation / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-        )
+        deviation = math.nan
+        half = math.nan
+        if len(pairs) > 1:
+            deviation = statistics.stdev(pairs)
+            half = student_quantile(0.975, len(pairs) - 1) * deviation / math.sqrt(len(pairs))
         means = (statistics.fmean(values), statistics.fmean(baseline_values))
         rows.append(Difference(step, means, statistics.fmean(pairs), deviation, half))
     return rows

@@ -105,7 +105,9 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
         if values.dtype != torch.bool and ((values != 0) & (values != 1)).any():
             raise ValueError(f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant")
         return values.bool()
-    return values.long() if kind == "whole" else values
+    if kind == "whole":
+        return values.long()
+    return values
 
 
 def _check_one_a_response(name: str, values: Any, count: int) -> None:

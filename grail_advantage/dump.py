@@ -215,9 +215,10 @@ def _check_foreign(table: pa.Table) -> None:
             for span, length in zip(columns["span"].to_pylist(), lengths, strict=True):
                 if span is not None and (len(span) != 4 or [0, *span, length] != sorted([0, *span, length])):
                     raise ValueError(f"{span} is no span of {length} tokens")
-    for text in columns["labels"].to_pylist() if "labels" in columns else ():
-        if not isinstance(read_json(text or "{}"), dict):
-            raise ValueError("labels are no JSON object")
+    if "labels" in columns:
+        for text in columns["labels"].to_pylist():
+            if not isinstance(read_json(text or "{}"), dict):
+                raise ValueError("labels are no JSON object")
 
 
 def _check_methods(methods: pa.ListArray, tokens: pa.ListArray) -> None:
@@ -394,7 +395,10 @@ def _read(path: Path, kind: str, columns: Sequence[str], problems: list[str], li
         _header_in(path, kind)  # a later version's file is not read
         with pq.ParquetFile(plain_file(path)) as file:
             names = [name for name in columns if name in file.schema_arrow.names]
-            first = None if limit is None else next(file.iter_batches(limit, columns=names), None)
+            first = None
+            if limit is not None:
+                first = next(file.iter_batches(limit, columns=names), None)
+            # A file without rows has no batch.
             table = file.read(names) if first is None else pa.Table.from_batches([first])
         table = _with_nulls(table, [name for name in columns if name not in names])
         table = table.select(columns).cast(_schema(columns))
@@ -431,8 +435,9 @@ def _row(values: dict[str, Any]) -> DumpRow:
     if span is not None:
         span = AnswerSpan(*span.tolist())
     methods = {}
-    for entry in values["methods"] if values["methods"] is not None else ():
-        methods[entry.pop("name")] = _named(entry)
+    if values["methods"] is not None:
+        for entry in values["methods"]:
+            methods[entry.pop("name")] = _named(entry)
     labels = json.loads(values["labels"] or "{}")
     return _named({**values, "span": span, "labels": labels, "methods": methods})
 
@@ -476,6 +481,7 @@ def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None,
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
+    # By the seed alone, so that a resumed run chooses the same ones.
     order = np.random.default_rng(list(seed)).permutation(sorted(members)).tolist()
     room = len(groups) if limit is None else limit
     chosen: dict[int, list[int]] = {}
@@ -606,8 +612,9 @@ def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighe
     labels = []
     for written, label in zip(a_token(r.written), r.facts.get("labels", nothing), strict=True):
         tool = runs(~written)  # between the model's turns a tool or a user wrote
-        label = {**({"tool": tool} if tool else {}), **(label or {})}
-        labels.append(json.dumps(label) if label else None)
+        entry_of_row: dict[str, Any] = {"tool": tool} if tool else {}
+        entry_of_row.update(label or {})
+        labels.append(json.dumps(entry_of_row) if entry_of_row else None)
 
     answers = [answer_text(texts_T, span, r.answer) for texts_T, span in zip(tokens, spans, strict=True)]
     # An advantage that is not finite trains nothing: 0, as the method saw it.
@@ -637,6 +644,7 @@ def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighe
         "methods": methods,
         "labels": labels,
     }
+    # Some hosts know prompts by their ids alone.
     if not r.facts.get("prompt"):
         values["prompt"] = [as_utf8(texts.decode(prompt.tolist())) for prompt in r.prompts]
     for name, column in r.columns.items():  # some hosts have values for a tool's tokens as well

@@ -78,11 +78,10 @@ def log_zscore(
     weight_max: From0 = 5,
 ) -> Weights:
     """``clip(weight_mean + weight_std z, weight_min, weight_max)``, ``z = (l - mean l) / sqrt(variance of l + 1e-8)``
-    of the log scores ``l = log(x + 1e-8)``, with the population variance (GRAIL, arXiv 2606.04889). Negative scores
-    count as 0. In float64: where a response's scores are nearly equal, the division blows up what float32 rounds off
-    the mean."""
+    of the log scores ``l = log(x + 1e-8)``, with the population variance, in float64. Negative scores count as 0."""
     if weight_min > weight_max:
         raise ValueError(f"weight_min={weight_min} is greater than weight_max={weight_max}; swap them")
+    # In float64, as the division blows up what float32 rounds off the mean of nearly equal scores.
     log = torch.log(x.clamp(min=0).double() + 1e-8)
     z = log - _mean(log, m)
     # A response without a compared token has no mean to be far from: z is 0.
@@ -93,8 +92,8 @@ def log_zscore(
 @register_map(ranks=True)
 def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quantile_rule: Rule = "linear") -> Weights:
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled
-    to [0, 1] over the response, tau its quantile (OAR, arXiv 2601.07408), by ``quantile_rule`` between two sorted
-    scores or the one at index ``floor(quantile T)``. Equal scores all have weight 1. A score below -1, as the drop of a
+    to [0, 1] over the response, tau its quantile, by ``quantile_rule`` between two sorted scores or the one at index
+    ``floor(quantile T)``. Equal scores all have weight 1. A score below -1, as the drop of a
     likelihood can be, counts as -1."""
     if not m.any():  # also where there is no response or no token, of which no extremum could be taken
         return Weights(torch.ones_like(x, dtype=torch.float32), 0.1)
@@ -144,6 +143,7 @@ def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     mean = _mean(x, m)
     p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)  # by the mean, so that no power that matters overflows
     total = p.sum(-1, keepdim=True)
+    # mean^g total is the sum of x^g.
     return Weights(torch.where(m & (mean.pow(exponent) * total >= 1e-8), count * p / total, 1.0).float())
 
 

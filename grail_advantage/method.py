@@ -260,8 +260,8 @@ class Method(BaseMethod):
     normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
     control: Control = option(
         "none",
-        "shuffled: the same weights, on other scored tokens of the same response; a gain that stays is no credit; answer: "
-        "weight 1 in place of the scores' weights, the answer's as they are, for methods that give answers a weight",
+        "shuffled: the same weights, on other scored tokens of the same response; answer: weight 1 in place of the scores' "
+        "weights, the answer's as they are, for methods that give answers a weight",
     )
 
     def __init__(self, /, **options: Any) -> None:

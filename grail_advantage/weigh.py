@@ -70,6 +70,7 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
         of_pass, norms = _run_pass(host, method, r, indices)
     scores = _nowhere(r)
     if indices:
+        # A method may give scores of other tokens, too, which nobody reads.
         scores = torch.where(selected[:, None] & r.mask, _scores(method, r, of_pass).float(), scores)
     if isinstance(method, AdvantageMethod):
         weighed = _given_advantages(method, r, selected, scores)
@@ -87,6 +88,7 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
             len(indices),
             consequence,
         )
+    # The rates are of the host's advantages: in the method's what is not finite is 0.
     metrics = {**figures(weighed, norms), **_rates(rollouts), **(method.own_figures(r) if indices else {})}
     return replace(weighed, rollouts=rollouts, no_scores=_no_scores(weighed), metrics=metrics)
 
@@ -99,7 +101,8 @@ def with_columns(
     missing = [name for name in names if name not in rollouts.columns]
     if not missing:
         return rollouts
-    selected = range(len(rollouts)) if selected is None else selected
+    if selected is None:
+        selected = range(len(rollouts))
     return replace(rollouts, columns={**rollouts.columns, **host.columns(missing, selected)})
 
 

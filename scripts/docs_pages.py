@@ -35,7 +35,6 @@ from recipe.published import shown
 
 ROOT = Path(__file__).parents[1]
 WORDS = {
-    "": "nothing",
     "saliency": "backward to an activation",
     "sequences": "logits of made-up sequences",
     "log_probs": "log-probabilities",
@@ -43,9 +42,10 @@ WORDS = {
     "hidden_states": "hidden states",
     "examples": "prompts as messages",
     "tokens": "token ids",
+    "ref_log_probs": "reference log-probabilities",
     "messages": "what tools and users said",
 }
-KINDS = {"boolean": "`true`, `false`", "integer": "whole number", "string": "text", "object": "mapping"}
+KINDS = {"boolean": "`true`, `false`", "integer": "integer", "string": "text", "object": "mapping"}
 """Types of a JSON schema, as the page names them, where their own names do not serve."""
 KNOWN = [build(name) for name, kind in sorted(methods().items()) if kind.__module__.startswith("grail_advantage.")]
 BY_CLASS = {owner: [method for method in KNOWN if type(method) is owner] for owner in map(type, KNOWN)}
@@ -73,14 +73,15 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
                 for choice in schemas[option].get("enum", ()):
                     changed = value_of(name, **{option: choice})
                     if changed != value:
-                        texts.append(f"{_value(changed)} with `{option}={choice}`")
+                        texts.append(f"{_value(changed)} with `{choice}`")
         return "; ".join(texts)
 
     def allowed(name: str) -> str:
         schema = schemas[name]
         signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
         limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema)
-        kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip()
+        limits = limits.replace(">= 0 and <= 1", "0 to 1").replace(" and <= 1", ", <= 1").replace("> 0 and >= 0", "> 0")
+        kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip().removeprefix("number ")
         choices = KNOWN_MAPS if name == "reshaper" else schema.get("enum", ())
         return (", ".join(f"`{choice}`" for choice in choices) or kind) + " or `null`" * (value_of(name) is None)
 
@@ -91,57 +92,77 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
 def overview() -> list[str]:
     """Returns the table of all methods."""
     figures = json.loads((ROOT / "benchmarks/results/methods-cpu.json").read_text(encoding="utf-8"))
-    headings = {method.name: _heading(of_class) for of_class in BY_CLASS.values() for method in of_class}
     rows = []
     for method in KNOWN:
         measured = figures["methods"].get(method.name)
         ratio = "not measured" if measured is None else f"{measured['ratio']:.2f}"
-        # As the pages' anchors are made of their headings.
-        anchor = re.sub(r"[^a-z0-9_ -]", "", headings[method.name].lower()).replace(" ", "-")
-        link = f"[`{method.name}`](reference_methods.md#{anchor})"
         source, _, read_at = method.source.removesuffix(")").partition(" (")
-        rows.append([link, method.formula, method.cost, ratio, _names(source), _names(read_at)])
-    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`", "source", "read at"]
+        first = BY_CLASS[type(method)][0]
+        if read_at and first is not method:
+            read_at = f"as `{first.name}`"
+        source = source.replace("arXiv ", "")
+        rows.append([f"`{method.name}`", method.formula, method.cost, ratio, source, read_at])
+    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`"]
+    head += ["source, by arXiv number", "read at"]
     how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`,"
-    how = f"{how} default options: {figures['origin']}. How: [benchmarks](../benchmarks/README.md)."
+    how = f"{how} default options: {figures['origin']} ([how](../benchmarks/README.md))."
     return ["## All methods", "", *table(head, rows), "", how]
 
 
 def reference() -> list[str]:
-    """Returns inputs and modes, and a section for each method and map."""
-    head = ["option", "default", "allowed", "meaning"]
+    """Returns inputs and modes, the shared options, a section for each method, and the maps."""
     general = known_options(Method)
     rows = {owner: known_options(owner, of_class) for owner, of_class in BY_CLASS.items()}
     general_names = {row[0] for row in general}
     counts = Counter(_about(row) for of_class in rows.values() for row in of_class)
     defaults = {row[0]: row[1] for row in general}
-    options = [[f"{row[0]} ({row[1]})", _owners(row[0].strip("`")), *row[2:]] for row in general]
+    shared: dict[str, list[list[str]]] = {}
+    for row in general:
+        shared.setdefault(_owners(row[0].strip("`")), []).append(row)
     for about in [about for about, count in counts.items() if count > 1 and about[0] not in defaults]:
         name = about[0]
         by_owner = {owner: row[1] for owner, of_class in rows.items() for row in of_class if _about(row) == about}
         defaults.setdefault(name, Counter(by_owner.values()).most_common(1)[0][0])
         owners = ", ".join(_heading(BY_CLASS[owner]) for owner in by_owner)
-        options.append([f"{name} ({defaults[name]})", owners, *about[1:]])
-    lines = [*_modes(), "", "## Shared options", "", "A section lists those that a method sets otherwise.", ""]
-    lines += [*table(["option (default)", "of", "allowed", "meaning"], options), "", "## Each method"]
+        shared.setdefault(owners, []).append([name, defaults[name], *about[1:]])
+    lines = [*_modes(), "", "## Shared options"]
+    for owners, options in shared.items():
+        lines += ["", f"{owners}:".capitalize(), "", *map(_item, options)]
+    lines += ["", "## Each method"]
     for owner, of_class in BY_CLASS.items():
         lines += _introduction(owner, of_class)
         # What several classes have is explained once, above.
         special = [row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1]
         if special:
-            lines += ["", *table(head, special)]
-        shared = [row for row in rows[owner] if row not in special]
-        set_otherwise = [f"{row[0]} ({row[1]})" for row in shared if row[1] != defaults[row[0]]]
+            lines += ["", *map(_item, special)]
+        set_otherwise = [
+            f"{row[0]} ({row[1]})" for row in rows[owner] if row not in special and row[1] != defaults[row[0]]
+        ]
         if set_otherwise:
-            lines += ["", f"[Shared options](#shared-options) set otherwise: {', '.join(set_otherwise)}."]
-    lines += ["", "## Maps"]
+            lines += ["", f"Other defaults: {', '.join(set_otherwise)}."]
+    maps = []
     for name in KNOWN_MAPS:
-        lines += ["", f"### `{name}`", "", *_paragraphs(inspect.getdoc(MAPS[name].function) or ""), ""]
-        users = [f"`{method.name}`" for method in KNOWN if isinstance(method, Mapped) and method.reshaper == name]
-        if users:
-            lines += [f"Default of {', '.join(users)}.", ""]
-        lines += table(head[:3], [row[:3] for row in known_options(MAPS[name].options)])
-    return lines
+        meaning = " ".join(_paragraphs(inspect.getdoc(MAPS[name].function) or ""))
+        options = ", ".join(f"{row[0]} ({_values(row)})" for row in known_options(MAPS[name].options))
+        users = [method for method in KNOWN if isinstance(method, Mapped) and method.reshaper == name]
+        maps.append([f"`{name}`", meaning, options, _heading(users)])
+    return [*lines, "", "## Maps", "", *table(["map", "weights", "options", "default of"], maps)]
+
+
+def _item(row: list[str]) -> str:
+    """Returns an option as an item of a list."""
+    return f"- {row[0]} ({_values(row)}): {_names(row[3])}"
+
+
+def _values(row: list[str]) -> str:
+    """Returns an option's default, and what else is allowed."""
+    _, default, allowed, _ = row
+    if not allowed.startswith("`"):
+        return f"{default}; {allowed}"
+    choices = [choice for choice in allowed.split(", ") if choice not in re.findall("`[^`]*`", default)]
+    if not choices or choices == [KINDS["boolean"].replace(default, "").strip(", ")]:
+        return default
+    return f"{default}; or {', '.join(choices)}"
 
 
 def _about(row: list[str]) -> tuple[str, ...]:
@@ -151,16 +172,22 @@ def _about(row: list[str]) -> tuple[str, ...]:
 
 
 def _modes() -> list[str]:
-    rows = []
+    reads: dict[str, list[BaseMethod]] = {}
+    uses: dict[str, list[BaseMethod]] = {}
     for method in KNOWN:
-        reads = ", ".join(WORDS.get(column, column) for column in READS if column in method.reads) or "nothing"
-        shards = "no" if method.uses in verl_rules.NEEDED_WHOLE else "yes"
-        bypass = "no" if "entropy" in method.reads else "yes"
-        rows.append([f"`{method.name}`", reads, WORDS.get(method.uses, method.uses), shards, shards, bypass])
-    head = ["`algorithm.adv_estimator`", "reads of the batch", "uses of the model"]
-    plain = "`compute_token_weights` computes log-probabilities and entropies itself if they are not given."
-    modes = ["sequence parallel", "fused kernels", "bypass mode"]
-    return ["## Inputs and modes", "", plain, "", *table([*head, *modes], rows)]
+        names = ", ".join(WORDS.get(column, column) for column in READS if column in method.reads) or "nothing"
+        reads.setdefault(names, []).append(method)
+        if method.uses:
+            uses.setdefault(WORDS.get(method.uses, method.uses), []).append(method)
+    rows = [[_heading(of_words), words] for words, of_words in reads.items()]
+    passes = [f"{words} by {_heading(of_words)}" for words, of_words in uses.items()]
+    unsharded = _heading([method for method in KNOWN if method.uses in verl_rules.NEEDED_WHOLE])
+    entropy = _heading([method for method in KNOWN if "entropy" in method.reads])
+    lines = ["## Inputs and modes", "", *table(["`algorithm.adv_estimator`", "reads of the batch"], rows)]
+    lines += ["", f"Uses of the model: {'; '.join(passes)}."]
+    lines += [f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}."]
+    lines += ["`compute_token_weights` computes log-probabilities and entropies itself if they are not given."]
+    return lines
 
 
 def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> list[str]:
@@ -176,8 +203,9 @@ def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> li
             needs.append("in bf16 `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
         if needs:
             lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""]
-    file = f"{owner.__module__.replace('.', '/')}.py"
-    return [*lines, f"Section `algorithm.{owner.section}`, class [`{owner.__name__}`](../{file})."]
+    if owner.section not in [method.name for method in of_class]:
+        lines += [f"Section `algorithm.{owner.section}`.", ""]
+    return lines[:-1]
 
 
 def _owners(option: str) -> str:
@@ -197,16 +225,16 @@ def _heading(of_class: Sequence[BaseMethod]) -> str:
 
 def _value(value: Any) -> str:
     """Returns a value as YAML has it."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
     if len(text) >= 90:
-        text = f"{text[:70]} ..."
+        text = f"{text[:35]} ..."
     return f"`{text}`".replace("\n", "\\n")
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Returns a docstring less its parts for programmers."""
+    """Returns a docstring less its parts for programmers and its links to papers, which the table of methods has."""
     parts = [part for part in text.split("\n\n") if not re.match(r"Shapes?:|Raises:|Args:|Returns:", part)]
-    return _names("\n\n".join(parts)).split("\n")
+    return re.sub(r"\[(arXiv \S+)\]\(\S+?\)", r"\1", _names("\n\n".join(parts))).split("\n")
 
 
 def _names(text: str) -> str:

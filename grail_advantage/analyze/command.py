@@ -58,7 +58,9 @@ def run(options: argparse.Namespace) -> None:
     device = options.device
     if device is None:  # an empty name is refused
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens = FORWARD_TOKENS if options.tokens is None else options.tokens
+    tokens = options.tokens
+    if tokens is None:  # 0 is refused
+        tokens = FORWARD_TOKENS
     try:
         check_options(options.temperature, tokens, device)
         # Before the methods are looked up, some of which these files register.
@@ -98,7 +100,9 @@ def run(options: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
     labelled = any(row.labelled or "values" in row.columns for row in responses)
-    table = f"; python -m bench {options.out}" if labelled else ""
+    table = ""
+    if labelled:
+        table = f"; python -m bench {options.out}"
     say(f"see it: python -m grail_advantage.report {options.out}{table}")
 
 
@@ -143,6 +147,7 @@ def analyze(
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
     about = {
         "model": model,
+        # With all options, so that another default is another analysis.
         "methods": {name: repr(method) for name, method in chosen.items()},
         "answer": answer.name,
         "after": later[0] if later else None,
@@ -156,10 +161,11 @@ def analyze(
     texts = TokenTexts(tokenizer)
     rollouts = _rollouts(responses, values, chosen, tokenizer, texts, answer)
     answered = len(rollouts) - rollouts.spans("last").count(None)
-    is_odd = is_low(answered, len(rollouts)) or (
-        answered < len(rollouts) and found_elsewhere(answer, rollouts.responses, tokenizer)
-    )
-    if any(method.reads_answer for method in chosen.values()) and is_odd:
+    is_odd = is_low(answered, len(rollouts))
+    # Where all have an answer no other format finds more.
+    if answered < len(rollouts) and not is_odd:
+        is_odd = found_elsewhere(answer, rollouts.responses, tokenizer)
+    if is_odd and any(method.reads_answer for method in chosen.values()):
         share = f"{answered} of {len(rollouts)} responses have an answer in the format {answer.name}."
         complain("analyze", f"{share} {advice(answer, rollouts.responses, tokenizer, '--answer')}")
     written = set(read_dump(folder).steps)
@@ -171,8 +177,8 @@ def analyze(
         check_fits(loaded, rollouts)
         write_whole(folder / RECORD, json.dumps(record))
         settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
-    later_model = later[1]() if parts and later else None
-    reference_model = reference[1]() if parts and reference else None
+        later_model = later[1]() if later else None
+        reference_model = reference[1]() if reference else None
     for number, part in parts:
         r = replace(rollouts.part(part), tokenizer=tokenizer)
         columns = PlainHost(loaded, r, **settings).columns(OF_POLICY)
@@ -303,7 +309,8 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
         group = groups[row.group]
         # The mean of equal rewards is off by rounding, whose sign would count as a verdict.
         is_even = math.isclose(min(group), max(group), rel_tol=ROUNDED)
-        advantages.append(0.0 if is_even else reward - float(np.mean(group)))
+        advantage = reward - float(np.mean(group))
+        advantages.append(0.0 if is_even else advantage)
     return advantages, "the reward less its group's mean"
 
 
@@ -388,8 +395,9 @@ def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBa
                 from grail_advantage.reward import compute_score
             except ImportError as error:
                 raise ValueError(f"ground_truth: {error}; install it, or give each line a reward") from error
-            ids = row.response
-            text = ids if isinstance(ids, str) else tokenizer.decode(list(ids), skip_special_tokens=True)
+            text = row.response
+            if not isinstance(text, str):
+                text = tokenizer.decode(list(text), skip_special_tokens=True)
             row = replace(row, reward=compute_score("", text, row.ground_truth)["score"])
         scored.append(row)
     return scored

@@ -152,17 +152,23 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
         raise ValueError(f"reward={str(reward)[:40]!r} must be a finite number")
     error = record.get("error")
+    if isinstance(error, list):
+        error = tuple(error)
     group = record.get("group")
+    if group is not None:
+        group = str(group)
+    if reward is not None:
+        reward = float(reward)
     row = Response(
         id=str(record.get("id", number)),
         prompt=prompt,
         response=response,
         steps=ranges,
         labelled="error" in record,
-        error=tuple(error) if isinstance(error, list) else error,
+        error=error,
         ground_truth=record.get("ground_truth"),
-        reward=None if reward is None else float(reward),
-        group=None if group is None else str(group),
+        reward=reward,
+        group=group,
         template={**template, "tools": tools} if tools else template,
         columns={name: value for name, value in record.items() if name not in KEYS},
         decoded=decoded,

@@ -26,7 +26,8 @@ def parse_method(spec: str) -> BaseMethod:
         *outer, last = key.split(".")
         place: Any = options
         for part in outer:
-            place = place.setdefault(part, {}) if isinstance(place, dict) else None
+            if isinstance(place, dict):
+                place = place.setdefault(part, {})
         if not equals or not isinstance(place, dict) or last in place:
             raise ValueError(f"--method {spec}: {key!r} must be option=value, and each option given once")
         place[last] = value

@@ -77,6 +77,7 @@ def check_options(temperature: float, tokens: int, device: str) -> None:
     if tokens < 1:
         raise ValueError(f"--tokens {tokens} must be at least 1")
     try:
+        # torch alone knows which devices it can use here.
         values = torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch's, of a name or of a device that is not there
         raise ValueError(f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu") from error

@@ -45,10 +45,12 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
     prompt_P = front + tokenizer.encode(prompt, add_special_tokens=False)
     if not prompt_P:
         raise ValueError(f"{row.id}: its prompt has no token; give a prompt of at least one")
-    if isinstance(row.response, str):
-        end = [tokenizer.eos_token_id] if row.labelled and tokenizer.eos_token_id is not None else []
-        return prompt, prompt_P, tokenizer.encode(row.response, add_special_tokens=False) + end
-    return prompt, prompt_P, list(row.response)
+    if not isinstance(row.response, str):
+        return prompt, prompt_P, list(row.response)
+    ids = list(tokenizer.encode(row.response, add_special_tokens=False))
+    if row.labelled and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return prompt, prompt_P, ids
 
 
 def with_messages(row: Response, tokenizer: PreTrainedTokenizerBase) -> Response:
@@ -121,8 +123,9 @@ def _spans_of_tokenizer(
     spans = []
     for token, (start, end) in zip(texts(ids), offsets, strict=True):
         # A space that the tokenizer puts in front has the place of the character after it.
-        is_put_in_front = token.isspace() and not text[start:end].isspace()
-        spans.append((start, start if is_put_in_front else end))
+        if token.isspace() and not text[start:end].isspace():
+            end = start
+        spans.append((start, end))
     return spans
 
 

@@ -133,7 +133,10 @@ class AnswerCheck:
         message = (
             f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._method.name} "
             "weighs every token of the others 1, so that they train as with uniform"
-        ) + (f". {advice(self._answer, list(r.tokens), r.tokenizer, f'{self._prefix}answer')}" if len(r) else "")
+        )
+        # A process that has no response here warns or stops with the others all the same.
+        if len(r):
+            message += f". {advice(self._answer, list(r.tokens), r.tokenizer, f'{self._prefix}answer')}"
         if stops:
             raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
         logger.warning("%s", message)

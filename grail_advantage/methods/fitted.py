@@ -1,5 +1,6 @@
-"""Credit by step that was fitted to values by rollouts: ``python -m bench fit`` writes the coefficients. Shapes: T tokens
-of a response, J steps."""
+"""Credit by step, fitted to values by rollouts.
+
+Shapes: T tokens of a response, J steps."""
 
 from __future__ import annotations
 
@@ -101,9 +102,9 @@ def features(surprisal_T: np.ndarray, entropy_T: np.ndarray, starts: list[int], 
 
 @register("fitted")
 class Fitted(AdvantageMethod):
-    """A linear model of the step's credit, by rollouts from other problems' steps: ``python -m bench fit`` (docs/bench.md)
-    fits it for one model and task, and it goes stale as the policy moves. The advantages of the responses that are weighed
-    together are scaled to the root mean square, over tokens, of their own A."""
+    """``python -m bench fit`` (docs/bench.md) fits a linear model of it for one model and task, on other problems'
+    steps; it goes stale as the policy moves. The advantages of the responses that are weighed together are scaled to the
+    root mean square, over tokens, of their own A."""
 
     formula = "A_t = c |A| b f(step), b of A's sign fitted to values by rollouts, f of the step's surprisal, entropy and place"
     source = "this project"
@@ -139,6 +140,7 @@ class Fitted(AdvantageMethod):
             scores[index, : sum(lengths_J)] = torch.from_numpy(credit_J.repeat(lengths_J))
         trained = r.mask & self.select(r)[:, None] & scores.isfinite().all(dim=1, keepdim=True)
         uniform = r.advantages.double()[:, None].expand(scores.shape)
+        # Where every credit is 0 there is nothing to scale.
         scale = (uniform[trained].square().sum() / scores[trained].square().sum().clamp(min=1e-30)).sqrt()
         return scores * scale
 

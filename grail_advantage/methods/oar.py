@@ -1,10 +1,8 @@
-"""OAR: a token matters as much as the model's own answer reacts when the token is disturbed.
+"""OAR (arXiv 2601.07408): a token matters as much as the model's own answer reacts when the token is disturbed.
 
-Source: OAR (arXiv 2601.07408). ``oar_g`` shakes the embeddings: with Gaussian noise on them and J the divergence of the
-answer from what it is without noise, a position's score is ``| sum over dims of (dJ/de) * e |``. ``oar_p`` replaces one
-reasoning token after the other by padding, which is still attended to: its score is J itself.
-
-Logits are taken as they are, without a temperature.
+``oar_g`` adds Gaussian noise to the embeddings; J is the divergence of the answer from what it is without noise, and a
+position's score ``| sum over dims of (dJ/de) * e |``. ``oar_p`` replaces one reasoning token after the other by padding,
+which is still attended to: its score is J itself. Logits have no temperature.
 
 Shapes: S positions, D hidden, R rows, K positions that a probe
 reads (of all rows, one row after the other), V vocabulary, M replaced tokens, N counterfactuals of a batch."""
@@ -24,7 +22,7 @@ from tqdm import tqdm
 
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import Among, Mapped, option, register
-from grail_advantage.methods.saliency import align_scores
+from grail_advantage.methods.saliency import LOG_MAX, LOG_MIN, LOG_STD, align_scores
 from grail_advantage.model.hooks import capture_leaf, gradient_at
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range
 
@@ -37,7 +35,7 @@ logger = logging.getLogger(__name__)
 @register("oar_g", method="gradient")
 @register("oar_p", method="perturbation")
 class Oar(Mapped):
-    """Every response with an answer, the last complete one, gets weights; tokens outside the statistics set have 1."""
+    """Every response with an answer gets weights; tokens outside ``statistics`` have 1."""
 
     section = "oar"
     source = (
@@ -49,27 +47,27 @@ class Oar(Mapped):
     method: Literal["gradient", "perturbation"] = option("gradient", "gradient: OAR-G; perturbation: OAR-P")
     variant: Literal["official", "grail_port"] = option(
         "official",
-        "official scores the reasoning before the answer. grail_port, as GRAIL's authors ran it: OAR-G scores the "
-        "whole response, at the position before each token, by the noisy embedding; the quantile is a sorted score",
+        "official scores the reasoning. grail_port, as GRAIL's authors ran it: OAR-G scores the whole response, at the "
+        "position before each token, by the noisy embedding; the quantile is a sorted score",
     )
     probe: Literal["answer_mean", "last", "answer_joint"] = option(
         "answer_mean",
-        "the answer: its tokens' mean logits, the logits of the response's last position, or its mean log-likelihood",
+        "the answer's mean logits, the logits of the response's last position, or the answer's mean log-likelihood",
     )
     noise_std: float = option(1e-3, "OAR-G: standard deviation of the noise", gt=0)
     noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0)
     max_perturbations: int | None = option(
         None,
-        "OAR-P: most tokens replaced in a response, evenly spaced, scores between them interpolated; None: all",
+        "OAR-P: most tokens replaced in a response, evenly spaced, scores between them interpolated; null: all",
         ge=1,
     )
     reshaper: str = option("bilevel", "map from scores to weights, by its name")
     quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
     boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
     weight_mean: float = option(1.0, "reshaper=log_zscore: weight at the mean log score", ge=0)
-    weight_std: float = option(0.5, "reshaper=log_zscore: weight added per standard deviation of the log score", gt=0)
-    weight_min: float = option(0.5, "reshaper=log_zscore: lower clip", ge=0)
-    weight_max: float = option(5.0, "reshaper=log_zscore: upper clip", ge=0)
+    weight_std: float = option(0.5, LOG_STD, gt=0)
+    weight_min: float = option(0.5, LOG_MIN, ge=0)
+    weight_max: float = option(5.0, LOG_MAX, ge=0)
     statistics: Among = option(None, "follows from variant: the tokens that have scores")
     normalize_mass: bool = option(True, "whether a response's weighed tokens have weights that sum to their number")
 
@@ -108,8 +106,10 @@ class Oar(Mapped):
         return f"{'3 on' if self.method == 'gradient' else '1 for every reasoning token of'} the selected responses"
 
     def map_options(self) -> dict[str, Any]:
-        rule = {"quantile_rule": "sorted" if self.variant == "grail_port" else "linear"}
-        return super().map_options() | (rule if self.reshaper == "bilevel" else {})
+        options = super().map_options()
+        if self.reshaper == "bilevel":
+            options["quantile_rule"] = "sorted" if self.variant == "grail_port" else "linear"
+        return options
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.method == "perturbation" and tokenizer.pad_token_id is None:
@@ -167,12 +167,14 @@ class Oar(Mapped):
                 size = (length, noisy.shape[-1])
                 # For the whole length, so that a row that is cut has the same noise on what is left of it.
                 noise = torch.randn(size, generator=generator, device=noisy.device, dtype=torch.float32)
+                # Only the host knows where the row is: several may be packed into one.
                 place, start = micro.at(index, first)
                 piece = noisy[place, start : start + count]
                 piece.copy_(piece + self.noise_std * noise[:count])  # in float32 where the model is narrower
             return noisy
 
         with torch.no_grad():
+            # Without a graph: J is differentiated at the noisy embeddings alone.
             clean = read_probe(micro.logits(probes), tokens, counts, self.probe)
         embedding = micro.leaf("embeddings")
         # Before capture_leaf(): hooks run in this order, so that the leaf is the noisy embedding.
@@ -210,17 +212,20 @@ class Oar(Mapped):
         positions = torch.arange(start, length, device=row.tokens.device)
         logits, cache = forward(row.tokens[None, :length], positions, None)
         clean = read_probe(logits[0], tokens, [len(positions)], self.probe)
-        cache = cache if _can_be_shared(cache, length) else None
+        if not _can_be_shared(cache, length):
+            cache = None
         scores: list[Tensor] = []
         for chunk in replaced.split(model.sequences_together(length)):
             # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
             count = len(chunk)
-            shared = row.start + int(chunk[0]) if cache is not None else 0
+            shared = 0
+            prefix = None
+            if cache is not None:
+                shared = row.start + int(chunk[0])
+                prefix = shared_prefix(cache, shared, count)
             changed = row.tokens[shared:length].repeat(count, 1)
             changed[torch.arange(count, device="cpu"), row.start + chunk - shared] = model.pad_token
-            logits, _ = forward(
-                changed, positions - shared, shared_prefix(cache, shared, count) if cache is not None else None
-            )
+            logits, _ = forward(changed, positions - shared, prefix)
             changed_probe = read_probe(logits.flatten(0, 1), tokens.repeat(count), [len(positions)] * count, self.probe)
             scores.append(divergence(clean, changed_probe, self.probe).float())
             bar.update(count)
@@ -250,7 +255,9 @@ def read_probe(logits: Tensor, tokens: Tensor, counts: Sequence[int], probe: str
 
 def divergence(clean: Tensor, changed: Tensor, probe: str) -> Tensor:
     """``KL(P0 || P)`` of two readings, or for ``answer_joint`` the drop ``phi0 - phi``; float64 (R,)."""
-    return clean - changed if probe == "answer_joint" else (clean.exp() * (clean - changed)).sum(dim=-1)
+    if probe == "answer_joint":
+        return clean - changed
+    return (clean.exp() * (clean - changed)).sum(dim=-1)
 
 
 def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
@@ -260,6 +267,7 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     # Of scores 1 and 3 of the tokens 0 and 2, token 1 lies half way and has 2.
     upper = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
     lower = torch.where(replaced[upper] > index, upper - 1, upper).clamp(min=0)
+    # At a replaced token, and beyond the outermost, both are the same one.
     gap = (replaced[upper] - replaced[lower]).clamp(min=1)
     share = ((index - replaced[lower]) / gap).clamp(0, 1)
     return torch.lerp(scores[lower], scores[upper], share.to(scores.dtype))

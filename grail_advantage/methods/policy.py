@@ -30,8 +30,7 @@ def _known(values: Tensor) -> Tensor:
 
 @register("uniform")
 class Uniform(Method):
-    """GRPO in this trainer, with truncated responses masked as for every other method: a method differs from its
-    baseline only in the weights."""
+    """GRPO, with truncated responses masked as for every method, which differs from it only in the weights."""
 
     formula = "1"
     source = "the baseline"
@@ -48,8 +47,8 @@ class Uniform(Method):
 
 @register("surprisal")
 class Surprisal(Mapped):
-    """By default the least probable reasoning token of an incorrect response carries all of its advantage, and correct
-    responses stay as they are."""
+    """By default the least probable reasoning token of an incorrect response carries its advantage; correct responses
+    stay as they are."""
 
     formula = "map of s = -log p; by default 1 on the incorrect response's reasoning token with the highest s, else 0"
     source = "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
@@ -81,14 +80,11 @@ class Entropy(Mapped):
 
 @register("entropy_bonus")
 class EntropyBonus(Method):
-    """``A_t = A + min(alpha H, |A| / kappa)``, written as a weight. The bonus is added whatever the sign of the
-    advantage, so that an incorrect response's undecided tokens are pushed down less."""
+    """``A_t = A + min(alpha H, |A| / kappa)`` as a weight: an incorrect response's undecided tokens are pushed down
+    less."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
-    source = (
-        "arXiv 2506.14758 (three ports of it, `torch.min(alpha * entropy.detach(), advantages.abs() / kappa)`, one in "
-        "verl's `dp_actor.py`, with 0.4 for GRPO and 2; the paper's text was not read)"
-    )
+    source = "arXiv 2506.14758 (restated: three ports, one in verl's `dp_actor.py`, with 0.4 for GRPO and 2)"
     reads = frozenset({ENTROPY})
     alpha: float = option(0.4, "advantage added for each nat of entropy", gt=0)
     kappa: float = option(2.0, "the bonus is at most the kappa-th part of the advantage", gt=1)
@@ -99,6 +95,7 @@ class EntropyBonus(Method):
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         a = r.advantages[:, None]
         bonus = (self.alpha * scores.double() / a.abs()).clamp(max=1 / self.kappa)
+        # Where A is 0 the bonus is infinite or NaN, and any weight does.
         w = torch.where(a != 0, 1 + a.sign() * bonus, 1.0)
         return Weights(w.float(), 1 - 1 / self.kappa, 1 + 1 / self.kappa)
 
@@ -121,10 +118,9 @@ class Probability(Method):
 
 @register("high_entropy")
 class HighEntropy(Method):
-    """Only the tokens of highest entropy in the batch train; those of responses with advantage 0 are compared, too.
-
-    The paper's equation divides the loss by all tokens, its code by the kept ones, cut in each micro-batch of the update;
-    here the whole batch has one cut, by the policy before the update, and keeps all that tie at it."""
+    """Only the batch's tokens of highest entropy train; those of responses with advantage 0 are compared, too. The
+    paper's equation divides the loss by all tokens, its code by the kept ones, cut in each micro-batch; here the batch
+    has one cut, by the policy before the update, and keeps all that tie at it."""
 
     formula = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
     source = (
@@ -135,9 +131,9 @@ class HighEntropy(Method):
     ranks_entropy = True
     whole_batch = True
     gate: ClassVar[Gate] = "all"  # type: ignore[misc]
-    rho: float = option(0.2, "share of the batch's tokens that is kept, rounded up", gt=0, le=1)
+    rho: float = option(0.2, "share of the batch's tokens that train, rounded up", gt=0, le=1)
     denominator: Literal["selected", "all"] = option(
-        "selected", "what the loss is averaged over: the tokens kept (their weights are N / k), or all"
+        "selected", "what the loss is averaged over: these tokens (their weights are N / k), or all"
     )
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
@@ -148,14 +144,16 @@ class HighEntropy(Method):
         x = scores[among]
         cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
         chosen = among & (scores >= cut)
-        return Weights(chosen.float() * (len(x) / int(chosen.sum()) if self.denominator == "selected" else 1.0))
+        w = chosen.float()
+        if self.denominator == "selected":
+            w = w * (len(x) / int(chosen.sum()))
+        return Weights(w)
 
 
 @register("stare")
 class Stare(Method):
-    """While the batch's mean entropy is low, the least probable tokens of correct responses weigh a little more (O1),
-    and those of incorrect ones less (C2). The code chooses in each mini-batch of the update; here once for the batch,
-    of equal ones the earlier."""
+    """The code chooses its tokens in each mini-batch of the update; here they are chosen once for the batch, of equal
+    ones the earlier."""
 
     formula = (
         "1.1 on the 10 % of the batch's tokens with A > 0 of the lowest p, else 1 (C2: 0.9 on those with A < 0); "
@@ -168,12 +166,13 @@ class Stare(Method):
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
     whole_batch = True
     gate: ClassVar[Gate] = "all"  # type: ignore[misc]
-    variant: Literal["O1", "C2"] = option("O1", "O1 raises correct responses' tokens; C2 also lowers incorrect ones'")
+    variant: Literal["O1", "C2"] = option("O1", "O1 raises tokens with A > 0; C2 also lowers those with A < 0")
     threshold: float = option(0.3, "mean entropy in nats, as the loss takes it, from which on every weight is 1", gt=0)
     share: float = option(0.1, "share of the tokens of either sign that is chosen, rounded up", gt=0, le=1)
     strength: float = option(0.1, "how far the weights of the chosen tokens are from 1", gt=0, le=1)
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+        # A response without a finite entropy has no score, so that it does not reach the batch's mean.
         return torch.where(entropy(r).isfinite(), surprisal(r), torch.nan)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
@@ -192,14 +191,14 @@ class Stare(Method):
 
 @register("steer")
 class Steer(Method):
-    """Tokens whose update would change the entropy most weigh least, by the source's linear map. p and H there are
-    those of the moving policy, here those before the update: the same in the first mini-batch of a step with verl."""
+    """Tokens whose update would change the entropy most weigh least. p and H are those before the update, in the source
+    the moving policy's: the same in the first mini-batch of a step with verl."""
 
     formula = "from 1.2 at the batch's least e to 0.8 at its largest, linearly; e = |A (1 - p) (log p + H)|"
     source = "arXiv 2510.10150 (zz-haooo/STEER, `verl/trainer/ppo/core_algos.py`, `compute_token_weights`, `linear`)"
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
-    highest: float = option(1.2, "weight of the token that changes the entropy least", ge=1)
-    lowest: float = option(0.8, "weight of the token that changes the entropy most", ge=0, le=1)
+    highest: float = option(1.2, "weight where the entropy changes least", ge=1)
+    lowest: float = option(0.8, "weight where it changes most", ge=0, le=1)
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         s = surprisal(r)
@@ -208,6 +207,7 @@ class Steer(Method):
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among].double()
+        # Equal scores have no place between the two weights.
         if x.min() == x.max():
             return Weights(torch.ones_like(scores))
         place = (scores.double() - x.min()) / (x.max() - x.min())
@@ -216,9 +216,8 @@ class Steer(Method):
 
 @register("polarity")
 class Polarity(Method):
-    """One weight for A > 0, one for A < 0: PSR is ``wrong=0``, NSR ``right=0``, W-REINFORCE ``right=0.1``. The paper
-    finds NSR the better half at pass@k; here, at toy scale, leaving wrong responses out helped accuracy
-    (docs/evidence.md)."""
+    """PSR is ``wrong=0``, NSR ``right=0``, W-REINFORCE ``right=0.1``. The paper finds NSR the better half at pass@k;
+    here, at toy scale, leaving wrong responses out helped accuracy (docs/evidence.md)."""
 
     formula = "right where A > 0, wrong where A < 0 (both 1); with spread divided by the response's number of tokens"
     source = (
@@ -228,8 +227,8 @@ class Polarity(Method):
     # A response has one weight: moved it is where it was, and scaled to a mean of 1 it is 1.
     normalize_mass: ClassVar[bool] = False  # type: ignore[misc]
     control: ClassVar[Control] = "none"  # type: ignore[misc]
-    right: float = option(1.0, "weight of responses with a positive advantage", ge=0)
-    wrong: float = option(1.0, "weight of responses with a negative advantage", ge=0)
+    right: float = option(1.0, "weight where A > 0", ge=0)
+    wrong: float = option(1.0, "weight where A < 0", ge=0)
     spread: bool = option(False, "whether weights are divided by the response's number of tokens")
     spread_over: Literal["both", "right", "wrong"] = option("both", "the responses in which spread=true divides")
 

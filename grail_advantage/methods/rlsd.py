@@ -1,10 +1,7 @@
 """RLSD (arXiv 2604.03128): a token matters as much as its probability moves once the model knows the answer.
 
 The prompt is asked again with privileged text in its last user message, the ground truth or a reference solution, and
-the response that was sampled without it follows, token for token. The current policy is its own teacher. With D_t the
-log-probability of token t there minus the one it was sampled with, and A the response's advantage,
-
-    u_t = clip(exp(sign(A) D_t), 1 - epsilon, 1 + epsilon),    w_t = (1 - lam) + lam u_t."""
+the response that was sampled without it follows; the policy is its own teacher."""
 
 from __future__ import annotations
 
@@ -45,9 +42,9 @@ class Privileged(BaseMethod):
 
     privileged_column: str = option(
         "reward_model.ground_truth",
-        "column of the data set with the privileged text, a field of a column after a dot, such as extra_info.solution",
+        "column of the data set with the privileged text, or a field of it, as extra_info.solution",
     )
-    request: str = option(REQUEST, f"end of the last user message; {PLACE} is the place of the privileged text")
+    request: str = option(REQUEST, f"end of the last user message; {PLACE} is that text's place")
 
     @property
     def data_columns(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -84,6 +81,7 @@ class Privileged(BaseMethod):
         text = self._privileged_text(example)
         if example is None or not text:
             return row
+        # Copies, as one of them is changed.
         messages = [dict(message) for message in example.messages]
         question = next(message for message in reversed(messages) if message.get("role") == "user")
         if not isinstance(question["content"], str):
@@ -93,7 +91,9 @@ class Privileged(BaseMethod):
         render = partial(tokenizer.apply_chat_template, **{**example.template_options, "return_dict": False})
         without_header = render(messages, add_generation_prompt=False, tokenize=False)
         complete = render(messages, add_generation_prompt=True, tokenize=False)
-        header = complete[len(without_header) :].strip() if complete.startswith(without_header) else ""
+        header = ""
+        if complete.startswith(without_header):
+            header = complete[len(without_header) :].strip()
         # Not only the text: together with the words around it, it may make up what neither of them does.
         question["content"] += f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
         prompt = row.tokens.new_tensor(render(messages, add_generation_prompt=True, tokenize=True))
@@ -118,12 +118,10 @@ class Privileged(BaseMethod):
 
 @register("rlsd")
 class Rlsd(Privileged, Method):
-    """Every token of a response without privileged text, or with a log-probability that is not finite, has weight 1; the
-    others' lie in ``[1 - lam epsilon, 1 + lam epsilon]``."""
+    """A response without privileged text, or with a log-probability that is not finite, has weight 1; the others' lie in
+    ``[1 - lam epsilon, 1 + lam epsilon]``."""
 
-    formula = (
-        "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
-    )
+    formula = "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon)"
     source = (
         "arXiv 2604.03128 (coldsakrua/RLSD at 269cf6e, `rlsd_trainer.py`, lines 468 to 478; its later trainers clip "
         "correct and incorrect responses otherwise)"
@@ -132,17 +130,21 @@ class Rlsd(Privileged, Method):
     lam: float = option(0.5, "share of the weight that the change of probability sets", gt=0, le=1)
     lam_steps: int = option(
         0,
-        "training steps over which lam falls linearly to 0, where there are no more extra forwards; 0: lam is constant",
+        "training steps over which lam falls linearly to 0, from where on there is no extra forward; 0: constant",
         ge=0,
     )
     epsilon: float = option(0.2, "how far the ratio of the probabilities may be from 1", gt=0, le=1)
 
     def lam_at(self, step: int) -> float:
-        return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
+        if not self.lam_steps:
+            return self.lam
+        return self.lam * max(0.0, 1.0 - step / self.lam_steps)
 
     def select(self, r: Rollouts) -> Tensor:
         """None where ``lam`` has fallen to 0."""
-        return super().select(r) if self.lam_at(r.step) else torch.zeros_like(r.valid)
+        if not self.lam_at(r.step):
+            return torch.zeros_like(r.valid)
+        return super().select(r)
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return self.signal(r, of_pass)
@@ -170,7 +172,9 @@ def look_up(columns: Mapping[str, Any], path: str) -> Any:
 def as_text(value: Any) -> str:
     """A value of a data set as text without white space around it, a list as its entries with commas between them.
     Empty for nothing, not-a-number and what is not there."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy, as parquet files give them
+    # Of numpy, as parquet files give them.
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, list | tuple):
         return ", ".join(filter(None, map(as_text, value)))
     if value is None or value is _MISSING or value != value:

@@ -1,15 +1,13 @@
 """GRAIL: a token matters as much as the model's own answer depends on its activation.
 
-Source: GRAIL (arXiv 2606.04889). The preset ``official`` is the published behaviour; ``robust`` chooses otherwise in
-these places, each an option of its own. It was not shown to train better, and trained worse under slips
-(docs/evidence.md).
+The preset ``official`` is as published (arXiv 2606.04889). ``robust`` was not shown to train better, and trained worse
+under slips (docs/evidence.md); it chooses otherwise in
 
-- tokens after the answer have exactly no gradient, and drag the statistics of the whole response down: ``statistics``;
-- the embedding at the predictor position is the *previous* token's: ``alignment``;
-- the reward function reads the last box: ``span``; and not the letters of ``\\boxed``: ``target``;
-- content weights hit responses that the gate excludes: ``content_outside_gate``;
-- the clip is not symmetric and the answer has weight 5, so that the sum of the response's weights grows:
-``normalize_mass``."""
+- ``statistics``: tokens after the answer have no gradient, and drag the whole response's statistics down;
+- ``alignment``: the embedding at the predictor position is the *previous* token's;
+- ``span``: the reward function reads the last box; ``target``: and not the letters of ``\\boxed``;
+- ``content_outside_gate``: content weights hit responses that the gate excludes;
+- ``normalize_mass``: the clip is not symmetric and the answer has weight 5: the sum of a response's weights grows."""
 
 from __future__ import annotations
 
@@ -28,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Alignment = Literal["predictor", "token"]
+LOG_STD = "reshaper=log_zscore: weight added per standard deviation of the log score"
+LOG_MIN = "reshaper=log_zscore: lower clip"
+LOG_MAX = "reshaper=log_zscore: upper clip; at least weight_min"
 PRESETS: dict[str, dict[str, Any]] = {
     "official": {"alignment": "predictor", "span": "first", "target": "span", "statistics": "response",
                  "content_outside_gate": True, "normalize_mass": False},
@@ -53,8 +54,7 @@ class Saliency(Mapped):
     needs_answer = True
     leaf: Literal["embeddings", "first", "middle", "last"] = option(
         "embeddings",
-        "activation whose saliency is taken: the embeddings, or the output of the first, middle or last but one "
-        "decoder block (hidden states 1, n // 2 and n - 1 of n blocks)",
+        "activation: the embeddings, or hidden states 1, n // 2 or n - 1 of n decoder blocks",
     )
     alignment: Alignment = option(
         "predictor", "whose saliency a token takes: the predictor position's before it, or its own"
@@ -70,9 +70,8 @@ class Saliency(Mapped):
         return row.start + start, row.start + end
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        return replace(
-            row, tokens=row.tokens[: self.target_positions(row)[1]]
-        )  # nothing after the target can influence it
+        # Nothing after the target can influence it.
+        return replace(row, tokens=row.tokens[: self.target_positions(row)[1]])
 
     def of_row(self, row: Row, saliency: Tensor, norms: Tensor) -> RowScores:
         """A response's scores from the saliency of its positions, the first being the one before the response."""
@@ -86,32 +85,33 @@ class Saliency(Mapped):
         )
         results = []
         for row, (saliency, norms) in zip(rows, pairs, strict=True):
+            # From the position on that predicts the first response token.
             results.append(self.of_row(row, saliency[row.start - 1 :], norms[row.start - 1 :]))
         return results
 
 
 @register("grail")
 class Grail(Saliency):
-    """An option left at ``None`` takes its preset's value, so that after construction none is ``None``."""
+    """``None`` stands for the preset's value."""
 
     formula = "clip(1 + 0.5 z, 0.5, 5), z the response's standardised log || dL/dh * h ||; answer content 5"
     source = "arXiv 2606.04889 (declare-lab/grail, `src/train/grail_trainer.py`, `compute_grail_weights`)"
     cost = "2 on the selected responses"
 
-    preset: Literal["official", "robust"] = option("official", "as published, or otherwise in the places named above")
+    preset: Literal["official", "robust"] = option("official", "as above")
     gate: Gate = option("wrong", "responses that get weights")
-    alignment: Alignment = option(None, "whose saliency a token takes, by the preset")
+    alignment: Alignment = option(None, "whose saliency a token takes: that of the position before it, or its own")
     span: Literal["first", "last"] = option(None, "which complete answer of a response counts, by the preset")
-    target: Literal["span", "content"] = option(None, "tokens whose log-likelihood is differentiated, by the preset")
+    target: Literal["span", "content"] = option(None, "tokens whose log-likelihood is differentiated")
     statistics: Among = option(None, "tokens that are scored and compared, by the preset")
     weight_mean: float = option(1.0, "weight at the mean log score, of the answer's boundary and of all after it", ge=0)
-    weight_std: float = option(0.5, "weight added per standard deviation of the log score", gt=0)
-    weight_min: float = option(0.5, "lower clip of the weights", ge=0)
-    weight_max: float = option(5.0, "upper clip of the weights; at least weight_min", ge=0)
+    weight_std: float = option(0.5, LOG_STD, gt=0)
+    weight_min: float = option(0.5, LOG_MIN, ge=0)
+    weight_max: float = option(5.0, LOG_MAX, ge=0)
     quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
     boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
     content_weight: float = option(None, "weight of the answer's content tokens; weight_max by default", ge=0)
-    content_outside_gate: bool = option(None, "whether answers outside the gate get content_weight, by the preset")
+    content_outside_gate: bool = option(None, "whether answers outside the gate get content_weight")
     normalize_mass: bool = option(None, "whether a response's weights sum to their number, by the preset")
 
     def __init__(self, preset: str | None = None, **options: Any) -> None:
@@ -120,6 +120,7 @@ class Grail(Saliency):
     @classmethod
     def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
         filled = PRESETS["robust" if options.get("preset") == "robust" else "official"] | options
+        # An embedding at the predictor position is the previous token's; a block's output predicts the token.
         if "alignment" not in options and options.get("leaf", "embeddings") != "embeddings":
             filled["alignment"] = "predictor"
         return {"content_weight": filled.get("weight_max", 5.0)} | filled
@@ -129,6 +130,7 @@ class Grail(Saliency):
 
     def targets(self, row: Row) -> Range:
         answer = row.answer
+        # An empty box has no content.
         if self.target == "content" and answer.content_end > answer.content_start:
             return answer.content_start, answer.content_end
         return answer.start, answer.end

@@ -43,7 +43,9 @@ class Session:
         """float64 (K,): each turn's reward and the discounted ones after it; with the outcome, if it counts, in the
         last."""
         g = self.rewards.copy()
-        g[-1] += self.outcome if outcome else 0.0
+        if outcome:
+            g[-1] += self.outcome
+        # Rewards 0, 1 with the outcome 2 give 1.5, 3 at gamma 0.5.
         for k in range(len(g) - 2, -1, -1):
             g[k] += gamma * g[k + 1]
         return g
@@ -58,14 +60,11 @@ class TurnMethod(AdvantageMethod):
 
     rewards: str = option(
         "tool_rewards",
-        "field with each response's list of rewards by turn: from the reward function, the agent loop or the data; "
-        "empty: only the outcome counts",
+        "field with each response's rewards by turn (docs/turns.md); empty: only the outcome counts",
     )
     align: Literal["calls", "turns"] = option(
         "calls",
-        "how many rewards a response with K turns brings. turns: K. calls: one for each tool call, K - 1 if each turn "
-        "but the last makes one; K or more are ambiguous, and the response trains nothing, but for K = 1, a list for each "
-        "turn's calls, and K rewards in verl's own agent loop with max_parallel_calls=1",
+        "rewards of a response. turns: one for each turn; calls: one for each tool call, with exceptions (docs/turns.md)",
     )
     differences: bool = option(False, "whether the list holds scores of states, whose differences are the rewards")
     mask_truncated: bool = option(False, "as elsewhere; it biases the gradient where the policy decides when to stop")
@@ -74,7 +73,9 @@ class TurnMethod(AdvantageMethod):
     @property
     def field_names(self) -> list[str]:
         names = super().field_names
-        return [*names, self.rewards] if self.rewards else names
+        if not self.rewards:
+            return names
+        return [*names, self.rewards]
 
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
         """Of the turns of one prompt's sessions, float (K,) each."""
@@ -120,20 +121,30 @@ class TurnMethod(AdvantageMethod):
                 continue
             last = indices[-1]
             # Without a field the outcome alone counts.
-            lists = [r.fields[self.rewards][index] for index in indices] if self.rewards else [[None] * len(turns)]
+            lists: list[Any] = [[None] * len(turns)]
+            counts = [len(turns)]
+            align = "turns"
+            if self.rewards:
+                lists = [r.fields[self.rewards][index] for index in indices]
+                counts = [len(of_response) for of_response in turns_of]
+                align = self.align
+            log_probs_of_turns = []
+            if log_probs is not None:
+                log_probs_of_turns = [log_probs[index, start:stop].float().numpy() for index, start, stop in turns]
             compared = sessions.add(
                 key=r.keys[last],
                 group=int(r.groups[last]),
                 outcome=float(r.rewards[last]),
                 lists=lists,
-                counts=[len(of_response) for of_response in turns_of] if self.rewards else [len(turns)],
-                align=self.align if self.rewards else "turns",
+                counts=counts,
+                align=align,
                 before=_before(r, turns_of) if "messages" in self.reads else (),
                 turns=turns,
-                log_probs=[] if log_probs is None else [log_probs[i, a:b].float().numpy() for i, a, b in turns],
+                log_probs=log_probs_of_turns,
                 fields={name: [r.fields[name][index] for index in indices] for name in self.field_names},
             )
             if not compared:
+                # Not finite, so that the session trains nothing.
                 scores[indices] = torch.nan
         for session, advantages in zip(sessions.compared, self.by_groups(sessions.compared), strict=True):
             for (index, start, stop), advantage in zip(session.turns, advantages, strict=True):

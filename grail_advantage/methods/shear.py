@@ -1,9 +1,8 @@
 """SHEAR (arXiv 2604.23318, section 3, Algorithm 1): a token matters as much as its surroundings differ from every
-response of the other outcome. The paper's text was not read, and no code of its authors was found.
+response of the other outcome. No code of its authors was found.
 
-A response is cut into overlapping windows, each a cloud of hidden states. A window's distance is that to the nearest
-window of any response of the group with the other sign of the advantage; a token's score is the greatest distance of
-the windows that hold it, in units of the group's mean hidden norm. Regularisation and iterations are chosen here.
+Overlapping windows of a response are clouds of hidden states, compared with those of all responses of the group with
+the other sign of the advantage; the mean hidden norm is the group's. Regularisation and iterations are chosen here.
 
 Shapes: P pairs of windows, N and M tokens of a pair's two windows, K and L windows of two responses, D hidden."""
 
@@ -36,13 +35,13 @@ logger = logging.getLogger(__name__)
 class Shear(Method):
     """Responses without an opposite have weight 1. The hidden states of a rank's selected responses are held together
     on its device, in the model's precision: 32 responses of 4096 tokens at 2560 dimensions are 0.7 GB in bf16. Time
-    grows with the square of the length, since every window of a response is compared with every window of its
-    opposites: two responses of 2,000 tokens have 6,400 pairs of windows, two of 32,000 have 1.6 million."""
+    grows with the square of the length: 6,400 pairs of windows for two responses of 2,000 tokens, 1.6 million for two of
+    32,000."""
 
     formula = "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
     source = (
-        "arXiv 2604.23318 (restated from three notes that agree on equation 4 and Algorithm 1: windows of 100 by 25, the "
-        "least distance, the mean norm, the greatest over windows; of the transport they say Sinkhorn alone)"
+        "arXiv 2604.23318 (restated from three notes that agree on equation 4 and Algorithm 1; of the transport they say "
+        "Sinkhorn alone)"
     )
     cost = "1 on the responses with an advantage, and the distances"
     reads = frozenset({"groups"})
@@ -50,7 +49,7 @@ class Shear(Method):
     whole_groups = True
 
     window: int = option(100, "tokens of a window", ge=1)
-    stride: int = option(25, "tokens from the start of a window to the start of the next; at most window", ge=1)
+    stride: int = option(25, "tokens between the starts of two windows; at most window", ge=1)
     epsilon: float = option(0.05, "entropic regularisation, as a share of a pair's mean cost; exact towards 0", gt=0)
     iterations: int = option(200, "most iterations for a pair of windows", ge=1)
     tolerance: float = option(1e-3, "share of the mass that may still be misplaced when a pair is done", gt=0)
@@ -132,6 +131,7 @@ def sinkhorn_distance(
         done = (wrong <= tolerance) & (tolerance > 0) | (step == iterations)
         distance[unfinished[done]] = (plan * cost)[done].sum((1, 2))
         off[unfinished[done]] = wrong[done]
+        # Pairs that are done leave: the others alone go on.
         unfinished, cost, k, a, log_a, log_b, v = (
             values[~done] for values in (unfinished, cost, k, a, log_a, log_b, v)
         )
@@ -193,6 +193,7 @@ def shear_scores(
     for i, scores_T in enumerate(scores):
         if not is_finite[i]:
             scores_T.fill_(torch.nan)
+        # Without an opposite its distances are infinite, and its scores stay 1.
         elif i in distances and any(positive[j] != positive[i] for j in usable):
             place = torch.arange(len(scores_T), device=scores_T.device)
             held = (bounds[i][:, :1] <= place) & (place < bounds[i][:, 1:])
@@ -208,6 +209,7 @@ def _first(counts: Tensor | None, pairs: int, size: int, device: torch.device) -
 
 def _windows(h: Tensor, width: int, stride: int) -> Tensor:
     """Half-open windows ``[a, min(a + width, T))`` for ``a = 0, stride, 2 * stride, ... < T``; int64 (K, 2)."""
+    # Of 7 tokens, windows of 4 by 2 are [0, 4), [2, 6), [4, 7), [6, 7).
     start = torch.arange(0, len(h), stride, device=h.device)
     return torch.stack([start, (start + width).clamp(max=len(h))], dim=1)
 

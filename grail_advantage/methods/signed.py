@@ -17,7 +17,7 @@ class Signed(AdvantageMethod):
 
     lam: float = option(0.9, "share of the response's own advantage; 0: the signal alone", ge=0, le=1)
     over: Literal["token", "turn", "response"] = option(
-        "token", "whose signal a token takes: its own, or the mean over its turn or response"
+        "token", "a token's signal: its own, or the mean over its turn or response"
     )
 
     def signal(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
@@ -38,6 +38,7 @@ def averaged(values: Tensor, r: Rollouts, *, by_turn: bool) -> Tensor:
         spans = runs(r.written[index].numpy()) if by_turn else [(0, len(trains))]
         for start, stop in spans:
             of_span = values[index, start:stop][trains[start:stop]]
+            # The mean of nothing would be NaN, and fail the response.
             if len(of_span):
                 means[index, start:stop] = of_span.mean()
     return means
@@ -45,15 +46,15 @@ def averaged(values: Tensor, r: Rollouts, *, by_turn: bool) -> Tensor:
 
 @register("self_distillation")
 class SelfDistillation(Privileged, Signed):
-    """The policy is its own teacher, asked with privileged text in the prompt, as for ``rlsd``. A response without such
-    text, or with a log-probability that is not finite, keeps its own advantage. Biased: its expectation is no gradient
-    of the reward. The paper also distils over the whole vocabulary, and from a slow copy of the policy, without which it
-    reports worse results; its mix of 0.9 helped the smallest model and cost larger ones a little."""
+    """The policy is its own teacher, as for ``rlsd``. A response without privileged text, or with a log-probability that
+    is not finite, keeps its own advantage. Biased: its expectation is no gradient of the reward. The paper also distils
+    over the whole vocabulary, and from a slow copy of the policy, without which it reports worse results; its mix of 0.9
+    helped the smallest model and cost larger ones a little."""
 
-    formula = "A_t = lam A + (1 - lam) (log p' - log p), p' with the answer in the prompt; lam = 0.9"
+    formula = "A_t = lam A + (1 - lam) (log p' - log p); lam = 0.9"
     source = (
-        "SDPO, arXiv 2601.20802 (the mix, equation 3, in a translation of its text, and as losses in TRL 1.16.0, "
-        "`experimental/sdpo/sdpo_trainer.py`, lines 1138 to 1140; the signal by token in lasgroup/SDPO at 0e6d510, "
+        "SDPO, arXiv 2601.20802 (the mix: equation 3, in a translation, and TRL 1.16.0, "
+        "`experimental/sdpo/sdpo_trainer.py`, lines 1138 to 1140; the signal: lasgroup/SDPO at 0e6d510, "
         "`verl/trainer/ppo/core_algos.py`, lines 1165 and 1166)"
     )
     cost = "1 on the responses that train"
@@ -62,9 +63,8 @@ class SelfDistillation(Privileged, Signed):
 @register("progress_advantage")
 class ProgressAdvantage(Signed):
     """How far training has raised a token's probability over a reference. The source only scores with it, and trains
-    nothing: at ``lam=0`` no reward counts, nothing trains where the policy still is the reference, and later the update
-    moves on in the direction that it has taken. The code's other aggregations of a turn's tokens (sum, last, least and
-    greatest of each model's) are not here."""
+    nothing. At ``lam=0`` no reward counts, nothing trains where the policy still is the reference, and later the update
+    moves on in the direction that it has taken."""
 
     formula = "A_t = lam A + (1 - lam) (log p - log p_ref); lam = 0.9, in the source 0"
     source = (

@@ -23,12 +23,9 @@ NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
 
 @register("pattern")
 class Pattern(Method):
-    """One weight on the tokens that an expression matches, another on the others, in the responses of the gate; one
-    weight for all other responses. By default only the numbers after an equals sign of correct responses train.
-
-    The expression is matched in the decoded response. A token is inside where it has a byte of what matches; its score
-    is then 1, else 0. A response on which the expression takes more than a second has weight 1. Put it beside
-    ``control=shuffled``."""
+    """By default only the numbers after an equals sign of correct responses train. The expression is matched in the
+    decoded response, and a token matches where it has a byte of the match. A response on which the expression takes more
+    than a second has weight 1. Put it beside ``control=shuffled``."""
 
     formula = (
         "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in responses outside the gate"
@@ -38,12 +35,12 @@ class Pattern(Method):
 
     expression: str = option(
         NUMBERS_AFTER_EQUALS,
-        "regular expression in Python's syntax; with a group (?P<content>...) its text counts, else the match's",
+        "regular expression of Python; with a group (?P<content>...) its text counts, else the match's",
     )
     inside: float = option(1.0, "weight of the tokens that match", ge=0)
     outside: float = option(0.0, "weight of the others", ge=0)
     gate: Gate = option("correct", "responses that get weights")
-    elsewhere: Literal[0, 1] = option(0, "weight of the responses outside the gate")
+    elsewhere: Literal[0, 1] = option(0, "weight outside the gate")
 
     def check(self) -> None:
         self._compiled()
@@ -64,6 +61,7 @@ class Pattern(Method):
             mask = r.mask[index].numpy()
             inside = matched(texts(tokens), texts.have_bytes(tokens), expression)
             if inside is None:
+                # Not finite, so that the response has weight 1.
                 scores[index] = torch.nan
                 continue
             scores[index] = torch.from_numpy(inside & mask).float()
@@ -89,6 +87,7 @@ def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Patt
         inside[slice(*match.span(group))] = True  # of a group that took no part (-1, -1), nothing
     lengths = np.array([len(piece) for piece in texts], dtype=np.int64)
     starts = starts_of(texts)
+    # Of "a=12" with 12 inside they are 0 0 0 1 2 2, and rise within the tokens that match.
     counts = np.concatenate([[0], np.cumsum(inside)])
     return have_bytes & (counts[starts + np.maximum(lengths, 1)] > counts[starts])
 
@@ -102,21 +101,17 @@ _NUMBER = regex.compile(r"(?:(?<![\w)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)
 
 @register("step_values")
 class StepValues(AdvantageMethod):
-    """Token advantages of either sign, from how often the group's responses through the same intermediate results were
-    correct.
-
-    A response is cut into steps. The state after a step is the step's place and its result: its last number, or its
-    text where it has none. ``V(state)`` is the mean advantage of the group's responses that pass through it, shrunk
-    towards the group's mean; a step's tokens get ``A_t = V(after) - V(before)``, with 0 at the start and the response's
-    A at the end, so that its steps sum to A. A last step counts in no state. Responses whose group has one outcome only
-    get 0, and masked ones count in no mean. It needs prompts whose responses write one step a line, and several
-    responses a prompt."""
+    """A response is cut into steps. The state after a step is its place and result: its last number, else its text.
+    ``V(state)`` is the mean advantage of the group's responses that pass through it, shrunk towards the group's mean, 0
+    at the start and the response's A at the end: its steps sum to A. A last step counts in no state. Responses whose
+    group has one outcome only get 0, and masked ones count in no mean. It needs several responses a prompt, one step a
+    line."""
 
     formula = "A_t = V(after) - V(before), V the mean A of the group's responses with the same result at the same step"
     source = "this project"
     reads = frozenset({"groups", "tokens", "tokenizer"})
 
-    separator: str = option(r"\n+", "regular expression that ends a step, in Python's syntax")
+    separator: str = option(r"\n+", "regular expression of Python that ends a step")
     shrink: float = option(1.0, "responses of the group's mean that are added to each state's; 0: none", ge=0)
 
     def check(self) -> None:
@@ -175,9 +170,9 @@ def result(step: str) -> str:
     numbers = _NUMBER.findall(step)
     if not numbers:
         return " ".join(step.split())
-    sign = "-" if numbers[-1].startswith("-") else ""
     integer, _, decimals = numbers[-1].lstrip("+-").replace(",", "").partition(".")
     integer = integer.lstrip("0") or "0"
     decimals = decimals.rstrip("0")
+    number = f"{integer}.{decimals}" if decimals else integer
     # -0 is 0.
-    return sign * (integer != "0" or bool(decimals)) + integer + (f".{decimals}" if decimals else "")
+    return f"-{number}" if numbers[-1].startswith("-") and number != "0" else number

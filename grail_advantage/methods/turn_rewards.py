@@ -51,7 +51,9 @@ def rewards_label(rewards: Any) -> list[Any]:
         calls, is_flat = read_rewards(rewards)
     except ValueError:
         return []
-    return [numbers[0] if numbers else None for numbers in calls] if is_flat else calls
+    if not is_flat:
+        return calls
+    return [numbers[0] if numbers else None for numbers in calls]
 
 
 def list_a_turn(rewards: Any, turns: int) -> Any:
@@ -88,6 +90,7 @@ def rewards_by_turn(
         return np.array([sum(numbers) for numbers in calls], dtype=np.float64)
     scores = [0.0]
     for numbers in calls:
+        # A turn without a score leaves the state as it was.
         scores.append(numbers[-1] if numbers else scores[-1])
     return np.diff(scores)
 

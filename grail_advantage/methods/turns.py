@@ -11,8 +11,8 @@ import numpy as np
 from grail_advantage.method import option, register
 from grail_advantage.methods.sessions import Session, TurnMethod
 
-GAMMA = "discount from one turn to the next in the return of a turn"
-DEVIATION = "whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
+GAMMA = "discount from one turn to the next in a turn's return"
+DEVIATION = "whether differences from a mean are divided by the deviation, as in GRPO"
 
 
 def compare(
@@ -28,6 +28,7 @@ def compare(
     spread = {}
     for key, of_key in members.items():
         mean[key] = np.mean(of_key)
+        # One value has no deviation; its difference is 0.
         spread[key] = np.std(of_key, ddof=1) + epsilon if deviation and len(of_key) > 1 else 1.0
     advantages = []
     for of_session, keys_of_session in zip(values, keys, strict=True):
@@ -38,19 +39,20 @@ def compare(
 
 @register("turn_rloo")
 class TurnRloo(TurnMethod):
-    """Unbiased, as shown by enumeration, at gamma=1 and with a loss that divides by a constant: either baseline reads
-    the siblings alone, and nothing is divided by a deviation. Responses of one turn get RLOO's advantage."""
+    """Unbiased (docs/turns.md) at gamma=1 and with a loss that divides by a constant. A response of one turn gets RLOO's
+    advantage."""
 
     formula = "A_k = G_k - mean of G_k over the siblings with a turn k, G_k the return from turn k on"
     source = "this project; verl#7244 describes the bias that it avoids"
     gamma: float = option(1.0, GAMMA, ge=0, le=1)
     stopped: Literal["left_out", "zero"] = option(
         "left_out",
-        "siblings that have stopped before a turn: left_out of its mean, or counted as zero; both are unbiased",
+        "siblings that have stopped before a turn: left out of its mean, or counted as zero; both are unbiased",
     )
 
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
         returns = [session.returns(self.gamma, outcome=self.outcome) for session in sessions]
+        # A session without siblings is compared with 0.
         siblings = max(1, len(returns) - 1)
         longest = max(map(len, returns))
         g = np.array([np.pad(g_K, (0, longest - len(g_K))) for g_K in returns])
@@ -68,13 +70,13 @@ class TurnRloo(TurnMethod):
 @register("mt_grpo")
 class MtGrpo(TurnMethod):
     """The first turn is credited with what the calls earned, all turns with the outcome. Biased where later turns call
-    too, as shown by enumeration. Responses of one turn get GRPO's advantage."""
+    too. A response of one turn gets GRPO's advantage."""
 
     formula = (
         "A_1 = norm(O) + alpha norm(T), later norm(O), without a call norm(T + O); T the calls' rewards, O the outcome"
     )
     source = (
-        "arXiv 2505.11821 (its authors' code, SiliangZeng/Multi-Turn-RL-Agent, "
+        "arXiv 2505.11821 (SiliangZeng/Multi-Turn-RL-Agent, "
         "`verifiers/trainers/mt_grpo_env_trainer.py`, `_assign_advantages` with `aae`)"
     )
     alpha: float = option(1.0, "how much the rewards by turn count for the first turn", ge=0)
@@ -99,14 +101,14 @@ class MtGrpo(TurnMethod):
 @register("gigpo")
 class Gigpo(TurnMethod):
     """GRPO's advantage, plus that of a turn among the group's turns after the same message, by its token ids. Biased
-    where the policy decides when to stop. Responses of one turn get ``1 + omega`` times GRPO's advantage. Its authors'
+    where the policy decides when to stop. A response of one turn gets ``1 + omega`` times GRPO's advantage. Its authors'
     code observes the environment alone, groups similar texts if asked, keeps the raw score of a group of one session,
-    and counts a session once for each of its turns in the group's mean (``run_search.sh``)."""
+    and counts a session once a turn in the group's mean (``run_search.sh``)."""
 
     formula = "A_k = A + omega (G_k - mean) / deviation, over the group's turns after the same observation"
     source = (
-        "arXiv 2505.10978 (its authors' code, langfengQ/DrMAS at 3b556f2, `gigpo/core_gigpo.py`, which names "
-        "equations 3 and 5 to 8 of the paper; defaults of its `examples/gigpo_trainer/run_search.sh`)"
+        "arXiv 2505.10978 (langfengQ/DrMAS at 3b556f2, `gigpo/core_gigpo.py`, equations 3 and 5 to 8; defaults: "
+        "`examples/gigpo_trainer/run_search.sh`)"
     )
     reads = TurnMethod.reads | {"messages"}
     omega: float = option(1.0, "how much the comparison after the same observation counts", ge=0)
@@ -123,12 +125,12 @@ class Gigpo(TurnMethod):
 
 @register("turn_grpo")
 class TurnGrpo(TurnMethod):
-    """Biased where the policy decides when to stop: the mean holds the session's own return. Responses of one turn get
-    GRPO's advantage; a turn that no other session has gets 0."""
+    """Biased where the policy decides when to stop: the mean holds the session's own return. A response of one turn
+    gets GRPO's advantage; a turn that no other session has gets 0."""
 
     formula = "A_k = (G_k - mean) / deviation, G_k the discounted return, over the group's sessions with a turn k"
     source = (
-        "this project: GRPO by turn, after the abstract of GTPO, arXiv 2511.14846 (no more of it was read: comparing by "
+        "this project: GRPO by turn, after the abstract of GTPO, arXiv 2511.14846 (the abstract alone: comparing by "
         "place, and gamma, are no claim about it)"
     )
     gamma: float = option(0.9, GAMMA, ge=0, le=1)

@@ -32,6 +32,7 @@ def leaf_module(model: PreTrainedModel, leaf: str) -> nn.Module:
         raise ValueError(f"leaf={leaf!r} needs get_decoder().layers, {type(model).__name__} lacks it; use embeddings")
     n = len(blocks)
     k = {"first": 1, "middle": n // 2, "last": n - 1}[leaf]
+    # Of a single block the middle and the last are hidden states 0.
     return model.get_input_embeddings() if k == 0 else blocks[k - 1]
 
 
@@ -157,6 +158,7 @@ def log_probs(logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: floa
     pairs = zip(logits_KV.split(TOGETHER), tokens_K[:, None].split(TOGETHER), strict=True)
     return torch.cat(
         [
+            # Float32 before the division, which half precision would round.
             torch.log_softmax(token_log_probs.float() / temperature, -1).gather(-1, ids)[:, 0]
             for token_log_probs, ids in pairs
         ]
@@ -173,7 +175,10 @@ def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
 def gradient_at(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> torch.Tensor:
     """Gradient of ``loss`` at the leaf alone, float32 (B, S, D). ValueError: a layer between them, such as a quantised
     one, passes no gradient."""
-    gradient = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)[0] if loss.requires_grad else None
+    # A quantised layer may cut the graph off.
+    gradient = None
+    if loss.requires_grad:
+        (gradient,) = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)
     if gradient is None:
         raise ValueError(
             "model has layers that pass no gradient, as torch's int8 linears; load it without quantisation, or take a "

@@ -240,6 +240,7 @@ class PaddedRows:
         row_K, column_K = places_of(positions, self._tokens_BS.device)
         with hooks.at_head(self._model, lambda hidden_BSD: hidden_BSD[row_K, column_K][None]):
             logits_1KV = self._forward(positions).logits
+        # Virtual tokens in front, for example, shift every position.
         if logits_1KV.shape[:2] != (1, len(column_K)):
             refuse(self._model)
         return logits_1KV[0]

@@ -90,6 +90,7 @@ class RankRounds:
         self.most(1)
 
     def wait(self) -> Iterator[None]:
+        # 0 of all ranks: no one has a pass left.
         while self.most(0):
             yield
 
@@ -104,6 +105,7 @@ class RankRounds:
 
 def places_of(ranges: Sequence[Range], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Every position of a range of each row: the row and the position, int64 (K,) each."""
+    # Ranges (1, 3) and (0, 1) are the rows 0, 0, 1 and the positions 1, 2, 0.
     row_K = torch.cat(
         [torch.full((past - first,), row, device="cpu", dtype=torch.int64) for row, (first, past) in enumerate(ranges)]
     )
@@ -128,8 +130,12 @@ def sequence_forward(
             rounds.take()
         tokens_NS = tokens_NS.to(rounds.device)
         kept_K = kept_K.to(rounds.device)
-        named: dict[str, Any] = {"past_key_values": cache} if cache is not None else {}
-        cached = cache.get_seq_length() if cache is not None else 0
+        named: dict[str, Any] = {}
+        cached = 0
+        if cache is not None:
+            named["past_key_values"] = cache
+            cached = cache.get_seq_length()
+        # The mask is also of the tokens whose keys and values the cache holds.
         named["attention_mask"] = tokens_NS.new_ones(len(tokens_NS), cached + tokens_NS.shape[1])
         release_waiting_hooks(model)  # of the forward before
         with at_head(model, lambda hidden_BSD: hidden_BSD[:, kept_K]), around():

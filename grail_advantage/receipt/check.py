@@ -85,11 +85,12 @@ class Finding:
 
     def __str__(self) -> str:
         tokens = [f"{key} token {t + 1}: {want:.4g} -> {got:.4g}" for key, t, want, got in self.examples]
-        lines = [
-            f"{self.name if self.mismatch else f'({self.name})'}: {self.what}",
-            f"{self.tokens:,} tokens, {self.where}",
-        ]
-        return "\n  ".join([*lines, *[f"intended -> received: {'; '.join(tokens)}"] * bool(tokens), self.causes])
+        name = self.name if self.mismatch else f"({self.name})"
+        lines = [f"{name}: {self.what}", f"{self.tokens:,} tokens, {self.where}"]
+        if tokens:
+            lines.append(f"intended -> received: {'; '.join(tokens)}")
+        lines.append(self.causes)
+        return "\n  ".join(lines)
 
 
 @dataclass(frozen=True)
@@ -171,15 +172,19 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
         return values_UBT.masked_fill((held_UB1 == 0) | (not defined), torch.nan)
 
     received_UBT = by_update(arrived.received_NT)
-    clipped_UBT = (
-        by_update(arrived.clipped_NT, has_formula) / held_UB1
-    )  # of a response that came twice it is a share too
+    # Of a response that came twice it is a share, too.
+    clipped_UBT = by_update(arrived.clipped_NT, has_formula) / held_UB1
     clipped_BT = clipped_UBT.nanmean(dim=0)
     seen_B = held_UB1.any(dim=0)[:, 0]
     trained_BT = batch.mask_BT & seen_B[:, None]
     tokens = int(trained_BT.sum())
     moved_BT = (received_UBT.nan_to_num(0.0) != 0).any(dim=0)
-    totals = batch.totals_U2
+    clipped = None
+    if has_formula and tokens:
+        clipped = float(clipped_BT[trained_BT].mean())
+    responses = B
+    if batch.totals_U2 is not None:
+        responses = int(batch.totals_U2[:, 1].sum()) // batch.epochs
     return Receipt(
         received_BT=received_UBT.nanmean(dim=0),
         clipped_BT=clipped_BT,
@@ -192,8 +197,8 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
         seen_from=1 + 2 * arrived.precision,
         tokens=tokens,
         trained=int((trained_BT & moved_BT).sum()),
-        clipped=float(clipped_BT[trained_BT].mean()) if has_formula and tokens else None,
-        responses=(int(seen_B.sum()), B if totals is None else int(totals[:, 1].sum()) // batch.epochs),
+        clipped=clipped,
+        responses=(int(seen_B.sum()), responses),
     )
 
 
@@ -222,8 +227,10 @@ class _Table:
         What was wanted is by default what the loss says, and the times are what was received over it.
         """
         arrived = self.arrived
-        wanted_NT = arrived.wanted_NT if wanted_NT is None else wanted_NT
-        times_NT = arrived.received_NT / wanted_NT if times_NT is None else times_NT
+        if wanted_NT is None:
+            wanted_NT = arrived.wanted_NT
+        if times_NT is None:
+            times_NT = arrived.received_NT / wanted_NT
         # A line on rounding is about small differences, every other one is not.
         tolerance_NT = 1e-6 * (name != "rounded") * wanted_NT.abs()
         at_NT = at_NT & ~((arrived.received_NT - wanted_NT).abs() <= tolerance_NT)  # NaN differs
@@ -243,7 +250,10 @@ class _Table:
             intended = float(wanted_NT[n[k], t[k]]) + 0.0
             examples.append((key, int(t[k]), intended, float(arrived.received_NT[n[k], t[k]]) + 0.0))
         times_K = times_NT[at_NT]
-        low, high = map(float, times_K.aminmax()) if times_K.isfinite().all() else (None, None)
+        low = None
+        high = None
+        if times_K.isfinite().all():
+            low, high = map(float, times_K.aminmax())
         self.findings.append(
             Finding(
                 name=name,
@@ -270,7 +280,9 @@ class _Table:
         arrived = self.arrived
         batch = arrived.batch
         B = len(batch.mask_BT)
-        left_out_B = torch.zeros(B, dtype=torch.bool) if batch.left_out_B is None else batch.left_out_B
+        left_out_B = batch.left_out_B
+        if left_out_B is None:
+            left_out_B = torch.zeros(B, dtype=torch.bool)
         trains_B = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
         lengths_B = batch.mask_BT.sum(dim=1)
         epoch_N = arrived.update_N // batch.updates
@@ -450,7 +462,9 @@ class _Table:
         got_NT = arrived.received_NT / best.factor_N1
         kinds = dict(best.remaining)
         rest_NT = kinds.pop("")
-        rest = self.rest(rest_NT | kinds["rounded"], best.value_NT, got_NT) if rest_NT.any() else ""
+        rest = ""
+        if rest_NT.any():
+            rest = self.rest(rest_NT | kinds["rounded"], best.value_NT, got_NT)
         places = {kind: self.place(at_NT, best.value_NT) for kind, at_NT in kinds.items()}
         if rest == "stale":
             # The clip takes and leaves tokens by the ratio in the loss, too.

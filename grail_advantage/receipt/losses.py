@@ -57,10 +57,9 @@ def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: fl
         settings_given.get(f"clip_ratio_{side}", settings_given.get("clip_ratio", 0.2)) for side in ("low", "high")
     )
     clip = {"low": low, "high": high}
-    cap = settings_given.get("clip_ratio_c")
-    dppo = clip | {"cap": 20.0 if cap is None else cap}
+    dppo = clip | {"cap": settings_given.get("clip_ratio_c", 20.0)}
     account, settings = {
-        "vanilla": ("clip", clip | {"cap": 3.0 if cap is None else cap, "bound": 20}),
+        "vanilla": ("clip", clip | {"cap": settings_given.get("clip_ratio_c", 3.0), "bound": 20}),
         "gspo": ("gspo", clip),
         "cispo": ("cispo", {"lowest": 1 - low, "highest": 1 + high, "bound": 20}),
         "sapo": ("sapo", {name: settings_given.get(name, value) for name, value in SAPO.items()} | {"bound": 20}),
@@ -105,13 +104,17 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
             ``top_entropy_quantile``.
     """
     low = options.get("epsilon", 0.2)
-    delta = options.get("delta")
-    high = low if options.get("epsilon_high") is None else options["epsilon_high"]
+    ratio_bound = options.get("delta")
+    if ratio_bound is None:
+        ratio_bound = math.inf
+    high = options.get("epsilon_high")
+    if high is None:
+        high = low
     account, settings = {
         "cispo": ("cispo", {"lowest": -math.inf, "highest": high, "bound": 20}),
         "sapo": ("sapo", {k: options.get(f"sapo_temperature_{k[4:]}", value) for k, value in SAPO.items()}),
         "vespo": ("vespo", {k: options.get(f"vespo_{k}", value) for k, value in VESPO.items()}),
-    }.get(loss_type, ("clip", {"low": low, "high": high, "most": math.inf if delta is None else delta}))
+    }.get(loss_type, ("clip", {"low": low, "high": high, "most": ratio_bound}))
     aggregation, over = _TRL.get(loss_type, ("token-mean", "update"))
     # Both take tokens by what no column of the batch holds.
     unusual = options.get("off_policy_mask_threshold") is not None or options.get("top_entropy_quantile", 1.0) < 1
@@ -183,7 +186,10 @@ class Tokens:
 def _ratio(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """To the old policy; of the whole response where ``sequence`` is set."""
     bound = o.get("bound", math.inf)
-    return (t.row_mean(t.log_ratio) if o.get("sequence") else t.log_ratio).clamp(-bound, bound).exp()
+    log_ratio = t.log_ratio
+    if o.get("sequence"):
+        log_ratio = t.row_mean(log_ratio)
+    return log_ratio.clamp(-bound, bound).exp()
 
 
 def _clip(t: Tokens, o: Mapping[str, Any], ratio: torch.Tensor) -> torch.Tensor:
@@ -265,12 +271,17 @@ def _kl_term(loss: Loss, t: Tokens) -> torch.Tensor:
     assert loss.kl is not None and t.ref is not None
     moved = t.log_probs - t.ref
     if loss.kl == "k3 of trl":
-        return ((-moved).exp() + moved - 1) * (_ratio(t, loss.options) if loss.options.get("corrected") else 1.0)
+        term = (-moved).exp() + moved - 1
+        if loss.options.get("corrected"):
+            term = term * _ratio(t, loss.options)
+        return term
     # With a + the value is that of another estimator, and the gradient that of k2.
     if loss.kl in ("k2", "mse") or loss.kl.endswith("+"):
         return moved.square() / 2
-    if loss.kl in ("k1", "kl", "abs"):
-        return moved.abs() if loss.kl == "abs" else moved
+    if loss.kl == "abs":
+        return moved.abs()
+    if loss.kl in ("k1", "kl"):
+        return moved
     # verl clamps both, so that no gradient comes from beyond.
     bounded = (-moved).clamp(-20, 20)
     return (bounded.exp() - bounded - 1).clamp(-10, 10)
@@ -287,12 +298,19 @@ def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """The effective advantage that a known loss gives, KL term included, and where it clips; (b, T)."""
 
     def losses(loss: Loss, t: Tokens) -> torch.Tensor:
-        return loss.account(t) if callable(loss.account) else FORMULAS[str(loss.account)](t, loss.options)
+        if callable(loss.account):
+            return loss.account(t)
+        return FORMULAS[str(loss.account)](t, loss.options)
 
     def descent(values: torch.Tensor) -> torch.Tensor:
         total = torch.where(t.mask, values, 0.0).sum()
-        (slope,) = torch.autograd.grad(total, t.log_probs, allow_unused=True) if total.requires_grad else (None,)
-        return torch.zeros_like(t.log_probs) if slope is None else torch.where(t.mask, -slope, 0.0)
+        slope = None
+        # A loss that reads no log-probability has no graph.
+        if total.requires_grad:
+            (slope,) = torch.autograd.grad(total, t.log_probs, allow_unused=True)
+        if slope is None:
+            return torch.zeros_like(t.log_probs)
+        return torch.where(t.mask, -slope, 0.0)
 
     with torch.enable_grad():
         t = replace(tokens, log_probs=tokens.log_probs.detach().requires_grad_())

@@ -21,9 +21,8 @@ class Piece:
     """A micro-batch of an optimiser step, on one rank."""
 
     rows_b: torch.Tensor  # (b,) int64: which responses of the rollout batch it holds, by their places there
-    log_probs_bT: (
-        torch.Tensor
-    )  # as they went into the loss, detached; T as in Batch, or less, without positions at the end
+    # As they went into the loss, detached; T as in Batch, or less, without positions at the end
+    log_probs_bT: torch.Tensor
     gradient_bT: torch.Tensor  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
     update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
@@ -57,7 +56,10 @@ class Gradient:
 
     def _add(self, gradient: torch.Tensor) -> None:
         # A copy: autograd may go on to add into the tensor that it passes.
-        self.values = gradient.detach().clone() if self.values is None else self.values + gradient
+        if self.values is None:
+            self.values = gradient.detach().clone()
+        else:
+            self.values = self.values + gradient
 
 
 class Watch:
@@ -107,7 +109,9 @@ class Watch:
         """The micro-batches so far; one without a backward has gradient 0."""
         result = []
         for gradient, rows_b, update, rank, scale in self._read:
-            gradient_bT = torch.zeros_like(gradient.log_probs) if gradient.values is None else gradient.values / scale
+            gradient_bT = torch.zeros_like(gradient.log_probs)
+            if gradient.values is not None:
+                gradient_bT = gradient.values / scale
             result.append(Piece(rows_b, gradient.log_probs, gradient_bT, update, rank))
         return result
 

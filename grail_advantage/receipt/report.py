@@ -46,7 +46,9 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
     """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page."""
     lines: dict[tuple[bool, str], dict[str, Any]] = {}
     for record in records:
-        place = f"step {record['step']}" + (f", update {record['update']}" if record["update"] else "")
+        place = f"step {record['step']}"
+        if record["update"]:
+            place += f", update {record['update']}"
         for finding in map(Finding.from_dict, record["findings"]):
             key = (not finding.mismatch, finding.name)
             if key not in lines:
@@ -66,6 +68,9 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
         line["examples"] = [_example(line, rollout, *example) for example in line["examples"]]
     clipping = [record for record in records if record.get("clipped") is not None]
     clipping_tokens = sum(record["tokens"] for record in clipping)
+    clipped = None
+    if clipping_tokens:
+        clipped = sum(record["clipped"] * record["tokens"] for record in clipping) / clipping_tokens
     # Records of older versions do not say it.
     trained = [record.get("trained") for record in records]
     responses = [record["responses"] for record in records if record.get("responses")]
@@ -75,9 +80,7 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
         "tokens": sum(record["tokens"] for record in records),
         "trained": None if None in trained else sum(trained),
         "responses": [sum(counts) for counts in zip(*responses, strict=True)],
-        "clipped": sum(record["clipped"] * record["tokens"] for record in clipping) / clipping_tokens
-        if clipping_tokens
-        else None,
+        "clipped": clipped,
         "losses": sorted({record["loss"] for record in records if record["loss"]}),
         "seen_from": max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
         "findings": [lines[key] for key in sorted(lines, key=lambda key: (key[0], -lines[key]["tokens"], key[1]))],
@@ -104,9 +107,13 @@ def _value(value: float | None) -> str:
 def summary(run: Record) -> str:
     """Say what arrived, in a few sentences, of which the first says whether anything trained."""
     mismatches = sum(finding["mismatch"] for finding in run["findings"])
-    loss = f" ({', '.join(run['losses'])})" if run["losses"] else ""
+    loss = ""
+    if run["losses"]:
+        loss = f" ({', '.join(run['losses'])})"
     names = {finding["name"] for finding in run["findings"]}
-    seen = " of {:,} of {:,} responses".format(*run["responses"]) if run["responses"] else ""
+    seen = ""
+    if run["responses"]:
+        seen = " of {:,} of {:,} responses".format(*run["responses"])
     steps = f"{run['steps']:,} optimiser step" + "s" * (run["steps"] != 1)
     trained = f"{run['tokens']:,} tokens{seen} were compared in {steps}"
     if run["trained"] is not None:
@@ -116,7 +123,9 @@ def summary(run: Record) -> str:
         fits = f"{mismatches} thing{'s do' if mismatches > 1 else ' does'} not fit the loss{loss}"
     elif "unknown loss" in names:
         fits = f"The loss{loss} has no formula here and no value was compared; which tokens and responses train fits"
-    clipped = "" if run["clipped"] is None else f" {100 * run['clipped']:.3g} % of them were clipped."
+    clipped = ""
+    if run["clipped"] is not None:
+        clipped = f" {100 * run['clipped']:.3g} % of them were clipped."
     return f"{'NOTHING TRAINED: ' * (run['trained'] == 0)}{trained}. {fits}.{clipped}"
 
 
@@ -143,12 +152,17 @@ def page(title: object, run: Record) -> Iterator[str]:
         times = ""
         if low is not None:
             times = f"{low:.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.4g} to {high:.4g}"
-        share = "" if line["explains"] is None else f"{line['explains']:.0%}"
-        name = f"{'MISMATCH' if line['mismatch'] else 'note'}: {line['name']}. {line['what']}"
-        yield f"{times:>20} {line['tokens']:>10,} {share:>16}  {name}"
+        share = ""
+        if line["explains"] is not None:
+            share = f"{line['explains']:.0%}"
+        kind = "MISMATCH" if line["mismatch"] else "note"
+        yield f"{times:>20} {line['tokens']:>10,} {share:>16}  {kind}: {line['name']}. {line['what']}"
         yield f"      {line['where']}"
         for example in line["examples"]:
-            yield f"      such as {example['text']}" + (f" (report.html{example['link']})" if "link" in example else "")
+            text = f"      such as {example['text']}"
+            if "link" in example:
+                text += f" (report.html{example['link']})"
+            yield text
         # Lines of one explanation share it.
         if line["also"] not in ("", also):
             yield f"      also tried, and what each explains alone: {line['also']}"
@@ -162,7 +176,9 @@ def checked(record: Any) -> Record:
     """A record that others wrote. ValueError: it is none."""
     _check_types(record, _RECORD)
     for finding in record["findings"]:
-        _check_types(_UNTOLD | finding if isinstance(finding, dict) else None, _FINDING)
+        if isinstance(finding, dict):
+            finding = _UNTOLD | finding
+        _check_types(finding, _FINDING)
         for example in finding.get("examples", ()):
             _check_types(dict(zip(_EXAMPLE, example, strict=True)) if isinstance(example, list) else None, _EXAMPLE)
     counts = record.get("responses")
@@ -213,7 +229,8 @@ def read(path: Path, problems: list[str]) -> list[Record]:
                 unread.append(place)
     except (OSError, ValueError) as error:
         problems.append(f"{path}: cannot be read: {why(error)}")
-    problems += [f"{path}:{unread[0]}: is no receipt; {len(unread)} such lines are left out"] if unread else []
+    if unread:
+        problems.append(f"{path}:{unread[0]}: is no receipt; {len(unread)} such lines are left out")
     return records
 
 

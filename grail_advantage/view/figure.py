@@ -61,9 +61,13 @@ def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHead
     files = [file for file in run.dump.files if step in (None, file.step)][-1:]
     rows = [response for file in files for response in file.table(["row", "no_scores"]).to_pylist()]
     places = [place for place, response in enumerate(rows) if row in (None, response["row"])]
-    header = files[0].header if places else None
+    header = None
+    if places:
+        header = files[0].header
     if header is None:
-        listed = f", and of that step responses {[response['row'] for response in rows]}" if rows else ""
+        listed = ""
+        if rows:
+            listed = f", and of that step responses {[response['row'] for response in rows]}"
         raise ValueError(
             f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}{listed}"
         )
@@ -85,6 +89,7 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     if columns < 20:
         raise ValueError(f"--width {width:g} leaves {max(0, columns)} characters a line beside the names; give more")
     named = zip(row["token_ids"], row["tokens"], strict=True)
+    # A token without text and name shows that it is there.
     texts = [visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}")) for token, text in named]
     wrong = range(*(range_of(json.loads(row["labels"] or "{}").get("wrong_step"), len(texts)) or (0, 0)))
     lines = list(wrap(texts, columns))
@@ -106,19 +111,28 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
         for token, start, text in line:
             x = indent + _CELL * start
             pieces.append((token, x, x + _CELL * len(text), top))
-            ink, slant = ("#15171c", "normal") if row["mask"][token] and row["tokens"][token] else ("#646974", "italic")
+            ink = "#646974"
+            slant = "italic"
+            if row["mask"][token] and row["tokens"][token]:
+                ink = "#15171c"
+                slant = "normal"
             axes.text(x, top + 8, text.rstrip(" "), family=_FONTS, size=8, color=ink, style=slant)
         for place, method in enumerate(strips):
             axes.text(indent - _MARGIN, top + _LINE + _STRIP * (place + 0.5), method, ha="right", va="center_baseline")
 
     largest = max(float(np.nanmax(np.abs(values_T), initial=0)) for values_T in strips.values())
-    limit = 4.0 if name == "weight" else largest or 1.0
-    norm = LogNorm(1 / limit, limit, clip=True) if name == "weight" else Normalize(-limit, limit, clip=True)
+    limit = largest or 1.0
+    norm = Normalize(-limit, limit, clip=True)
+    if name == "weight":
+        limit = 4.0
+        norm = LogNorm(1 / limit, limit, clip=True)
     tokens, starts, ends, tops = (np.array(column) for column in zip(*pieces, strict=True))
     bars = partial(axes.bar, align="edge", linewidth=0)
     for place, values_T in enumerate(strips.values()):
+        plotted = values_T[tokens]
         # A logarithmic scale has no place for 0.
-        plotted = values_T[tokens] if name != "weight" else np.maximum(values_T[tokens], 1e-6)
+        if name == "weight":
+            plotted = np.maximum(plotted, 1e-6)
         colours = COLOURS(norm(np.ma.masked_invalid(plotted)))
         bottom = tops + _LINE + _STRIP * place
         bars(starts, _STRIP - 1, ends - starts, bottom, color=colours, edgecolor="#c3c6cd", linewidth=0.3)
@@ -127,9 +141,13 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     x = 2 * _MARGIN + 4 * len(name)
     bars(x + 5 * np.arange(17), 5, 5, high - 16, color=COLOURS(np.linspace(0, 1, 17)))
     for share in (0, 0.5, 1):
-        value = limit ** (2 * share - 1) if name == "weight" else limit * (2 * share - 1)
+        value = limit * (2 * share - 1)
+        if name == "weight":
+            value = limit ** (2 * share - 1)
         axes.text(x + 85 * share, high - 2, f"{value:.2g}", ha="center", size=6)
-    answer = range(row["span"][0], row["span"][3]) if row["span"] else range(0)
+    answer = range(0)
+    if row["span"]:
+        answer = range(row["span"][0], row["span"][3])
     for label, marked, colour in (("answer", answer, "#0a666e"), ("incorrect step", wrong, "#b3400a")):
         marked_N = np.isin(tokens, list(marked))
         if marked_N.any():

@@ -108,6 +108,7 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     """The page of one run or several; see :func:`write_report`."""
     names = _names([run.folder for run in runs])
     curves = _curves(runs)
+    # Less the page's own script and style, 36 kB, with a margin.
     room = 1e6 * megabytes - 100_000 - len(packed(_json(curves)))
     held = Held()
     wholes = [Whole(run, number) for number, run in enumerate(runs)]
@@ -181,9 +182,16 @@ class Held:
             entry["wrong_step"] = range_of(labels.get("wrong_step"), end - start)
             entry["values"] = values_of(labels, end - start)
             entry["turns"] = turns(labels, end - start, header.options.get("align"))
-            entry["spread"] = _rounded(trained.std(), 4) if len(trained) else None
-            entry["advantage"] = _rounded(base[of_base[place]], 4) if of_base[place] < of_base[place + 1] else None
-            entry["updates"] = None if row["updates"] is None else len(row["updates"])
+            entry["spread"] = None
+            if len(trained):
+                entry["spread"] = _rounded(trained.std(), 4)
+            # One advantage a response, which its first token has as well; null in a dump without it.
+            entry["advantage"] = None
+            if of_base[place] < of_base[place + 1]:
+                entry["advantage"] = _rounded(base[of_base[place]], 4)
+            entry["updates"] = None
+            if row["updates"] is not None:
+                entry["updates"] = len(row["updates"])
             rows.append(entry)
             named = zip(row["tokens"], row["token_ids"], strict=True)
             texts = [text or header.special_tokens.get(token, "") for text, token in named]
@@ -222,7 +230,10 @@ class Held:
                 self._sample(overlay, values)
                 if overlay in ("weight", "advantage"):
                     scores = sources[f"score{colon}{method}"][0]
-                    self._sample(f"scored {overlay}", values[np.isfinite(scores)] if len(scores) == len(values) else [])
+                    scored = values[:0]
+                    if len(scores) == len(values):
+                        scored = values[np.isfinite(scores)]
+                    self._sample(f"scored {overlay}", scored)
         columns["mask"] = json_arrays(*flat(table["mask"]))
         inner = json_arrays(*flat(pa.chunked_array([table["by_update"].combine_chunks().flatten()])))
         of_rows = pairwise(flat(table["by_update"])[1])
@@ -337,13 +348,15 @@ class Whole:
 
     def index(self) -> dict[str, Any]:
         """The run's entry in the page's index."""
-        share = 100 * self.moved[0] / max(1, self.moved[1])
-        effect = f"{share:.3g} % of {self.moved[1]:,} tokens moved with their advantage in the update."
+        effect = None
+        if self.moved[1]:
+            share = 100 * self.moved[0] / self.moved[1]
+            effect = f"{share:.3g} % of {self.moved[1]:,} tokens moved with their advantage in the update."
         return {
             "header": self.header and asdict(self.header),
             "given": sorted(self.signed),
             "receipt": run_receipts(self.run.dump),
-            "effect": effect if self.moved[1] else None,
+            "effect": effect,
         }
 
     def lines(self, method: str | None) -> list[dict[str, Any]]:
@@ -362,11 +375,14 @@ class Whole:
 
     def notes(self) -> list[str]:
         """What could not be read, and how many rollouts were left out."""
+        problems = list(self.run.dump.problems)
+        if self.held >= self.responses:
+            return problems
         left_out = (
             f"{self.run.folder}: the page holds {self.held:,} of the {self.responses:,} rollouts in the dump, whole groups "
             "evenly over the steps (--rollouts and --megabytes for more). Means by place are over all of them."
         )
-        return [left_out] * (self.held < self.responses) + self.run.dump.problems
+        return [left_out, *problems]
 
 
 def _limits(samples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float]:
@@ -375,18 +391,25 @@ def _limits(samples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float]:
     sizes = {name: values[np.isfinite(values)] for name, values in sizes.items()}
 
     def most(name: str, share: float) -> float:
-        above_0 = sizes[name][sizes[name] > 0] if name in sizes else []
+        if name not in sizes:
+            return 0.0
+        above_0 = sizes[name][sizes[name] > 0]
         return float(np.quantile(above_0, share)) if len(above_0) else 0.0
 
     limits = {}
     for name in sizes:
-        limits[name] = max(0.5, most(name, 0.99)) if name in ("surprisal", "entropy") else max(1e-6, most(name, 0.98))
+        if name in ("surprisal", "entropy"):
+            limits[name] = max(0.5, most(name, 0.99))
+        else:
+            limits[name] = max(1e-6, most(name, 0.98))
     # Tokens without scores have the weight 1. Where few are weighed they would set the scale.
     if "advantage" in limits:
         limits["advantage"] = max(limits["advantage"], most("scored advantage", 0.98))
     weights = sizes.get("scored weight", np.ones(0))
     ratios = np.abs(np.log(weights[weights > 0]))  # to 1, either way
-    limits["weight"] = np.exp(np.clip(np.quantile(ratios, 0.98), np.log(1.1), np.log(4))) if ratios.any() else 4.0
+    limits["weight"] = 4.0
+    if ratios.any():
+        limits["weight"] = np.exp(np.clip(np.quantile(ratios, 0.98), np.log(1.1), np.log(4)))
     return {name: float(f"{limit:.2g}") for name, limit in limits.items()}
 
 
@@ -416,9 +439,13 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
     or it is not certain whose it is. Labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or
     a list of its calls' rewards; those of another kind are as none. ``align``: the method's option of that name."""
     tool = labels.get("tool")
-    ranges = model_ranges(tool if isinstance(tool, list) else [], length)
+    if not isinstance(tool, list):
+        tool = []
     rewards = labels.get("turn_rewards")
-    values = rewards_of_turns(rewards if isinstance(rewards, list) else [], len(ranges), align)
+    if not isinstance(rewards, list):
+        rewards = []
+    ranges = model_ranges(tool, length)
+    values = rewards_of_turns(rewards, len(ranges), align)
     return [[start, end, value] for (start, end), value in zip(ranges, values, strict=True)]
 
 
@@ -464,6 +491,7 @@ def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | Non
 
 def range_of(label: Any, length: int) -> tuple[int, int] | None:
     """A label as two places among ``length`` tokens, half-open; ``None`` where it is nothing of that kind."""
-    if isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label):
-        return (label[0], label[1]) if 0 <= label[0] <= label[1] <= length else None
-    return None
+    if not (isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label)):
+        return None
+    start, end = label
+    return (start, end) if 0 <= start <= end <= length else None

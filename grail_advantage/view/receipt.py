@@ -35,7 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     def read(path: Path, problems: list[str]) -> Sequence[report.Record]:
         if path.is_file() and path.name != METRICS_FILE:
             return report.read(path, problems)
-        folder = path.parent if path.is_file() else path
+        folder = path
+        if path.is_file():  # the run's figures
+            folder = path.parent
+        # The folder of a run, or that of a dump.
         for dump in map(read_dump, (folder / TOKENS, folder)):
             if (records := dump.receipts()) or dump.files:
                 names.update(rollout_names(dump))

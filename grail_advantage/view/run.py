@@ -29,8 +29,11 @@ def open_run(path: Path | str) -> Run:
     looked for."""
     path = Path(path)
     folder = path
-    if path.is_file():
-        folder = path.parent if path.name == METRICS_FILE else path.with_name(path.name.removesuffix(".jsonl"))
+    if path.name == METRICS_FILE and path.is_file():
+        folder = path.parent
+    elif path.is_file():
+        # verl writes the figures of PROJECT/EXPERIMENT beside that folder.
+        folder = path.with_name(path.name.removesuffix(".jsonl"))
     if folder == path and path.is_file():
         raise ValueError(f"{path} is no run: give its folder, or its file of metrics, which ends in .jsonl")
     files = [path, folder / METRICS_FILE, Path(f"{folder.resolve()}.jsonl")]
