@@ -156,7 +156,8 @@ def write_step(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
     place of a file of the same step and update; returns the file. KeyError for a column that is missing, ValueError for
     one of another type or with more or fewer values than tokens, OSError of the disk."""
     for name in ("update", "step"):
-        table = table.add_column(0, name, pa.repeat(pa.scalar(getattr(header, name), pa.int64()), len(table)))
+        number = pa.scalar(getattr(header, name), INT)
+        table = table.add_column(0, name, pa.repeat(number, len(table)))
     return _write(folder, "step", asdict(header), table.select(SCHEMA.names).cast(SCHEMA), "tokens")
 
 

@@ -61,7 +61,11 @@ def files_digest(name: str) -> str | None:
     if not path.exists():
         return None
     files = sorted(file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
-    return digest(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
+    facts = []
+    for file in files:
+        status = file.stat()
+        facts.append((file.name, status.st_size, status.st_mtime_ns))
+    return digest(repr(facts))
 
 
 def digest(text: str) -> str:

@@ -66,7 +66,8 @@ class TokenTexts:
 
 def starts_of(texts: Sequence[str]) -> np.ndarray:
     """int64 (T,): where the text of each token begins in the whole."""
-    return np.concatenate([[0], np.cumsum([len(text) for text in texts])])[:-1].astype(np.int64)
+    ends = np.cumsum([len(text) for text in texts])
+    return np.concatenate([[0], ends])[:-1].astype(np.int64)
 
 
 def decode_pieces(pieces: Sequence[bytes]) -> list[str]:

@@ -141,7 +141,8 @@ class Fitted(AdvantageMethod):
         trained = r.mask & self.select(r)[:, None] & scores.isfinite().all(dim=1, keepdim=True)
         uniform = r.advantages.double()[:, None].expand(scores.shape)
         # Where every credit is 0 there is nothing to scale.
-        scale = (uniform[trained].square().sum() / scores[trained].square().sum().clamp(min=1e-30)).sqrt()
+        credited = scores[trained].square().sum().clamp(min=1e-30)
+        scale = (uniform[trained].square().sum() / credited).sqrt()
         return scores * scale
 
     def own_figures(self, r: Rollouts) -> dict[str, float]:

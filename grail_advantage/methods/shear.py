@@ -122,7 +122,8 @@ def sinkhorn_distance(
     unfinished = torch.arange(count, device=cost.device)
     for step in range(1, iterations + 1):
         # v begins as 0 in columns of padding too, which must get no mass.
-        u = log_a - torch.logsumexp(k + torch.where(log_b > -torch.inf, v, -torch.inf)[:, None, :], 2)
+        v = torch.where(log_b > -torch.inf, v, -torch.inf)
+        u = log_a - torch.logsumexp(k + v[:, None, :], 2)
         v = log_b - torch.logsumexp(k + u[:, :, None], 1)
         if step % 10 and step < iterations:
             continue

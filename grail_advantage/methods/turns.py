@@ -90,8 +90,9 @@ class MtGrpo(TurnMethod):
 
         t = [float(s.rewards[:-1].sum()) for s in sessions]
         o = [s.rewards[-1] + (s.outcome if self.outcome else 0.0) for s in sessions]
+        sums = np.add(t, o).tolist()
         advantages = []
-        for s, norm_t, norm_o, norm_sum in zip(sessions, norm(t), norm(o), norm(np.add(t, o).tolist()), strict=True):
+        for s, norm_t, norm_o, norm_sum in zip(sessions, norm(t), norm(o), norm(sums), strict=True):
             a = np.full(len(s.rewards), norm_o)
             a[0] = norm_o + self.alpha * norm_t if len(s.rewards) > 1 else norm_sum
             advantages.append(a)

@@ -177,10 +177,12 @@ def fitting_rows(wanted_NT: torch.Tensor, values_BT: torch.Tensor, rows_N: torch
     """For each response find the one whose values fit best at 64 of its tokens, its own where that fits as well."""
     missing_NT = ~wanted_NT.isfinite()
     # 64 of a response's finite places, evenly: a sort puts these first, in their order.
-    rank_NK = torch.arange(64) * (~missing_NT).sum(dim=1, keepdim=True).clamp(min=1) // 64
+    count_N1 = (~missing_NT).sum(dim=1, keepdim=True).clamp(min=1)
+    rank_NK = torch.arange(64) * count_N1 // 64
     place_NK = missing_NT.to(torch.uint8).argsort(dim=1, stable=True).gather(1, rank_NK)
     wanted_NK = wanted_NT.gather(1, place_NK)
-    fits_BN = ((values_BT[:, place_NK] - wanted_NK).abs() <= near * wanted_NK.abs() + 1e-12).sum(dim=2)
+    away_BNK = (values_BT[:, place_NK] - wanted_NK).abs()
+    fits_BN = (away_BNK <= near * wanted_NK.abs() + 1e-12).sum(dim=2)
     best = fits_BN.max(dim=0)
     own_N = fits_BN[rows_N, torch.arange(len(rows_N))]
     return torch.where(own_N < best.values, best.indices, rows_N)

@@ -214,7 +214,9 @@ def _dppo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     moved = (new - old).abs()
     if o["divergence"] == "kl":
         moved = old * (t.old - log_new) + (1 - old) * ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
-    left_out = torch.where(t.advantages > 0, (moved > o["high"]) & (new > old), (moved > o["low"]) & (new < old))
+    too_high = (moved > o["high"]) & (new > old)
+    too_low = (moved > o["low"]) & (new < old)
+    left_out = torch.where(t.advantages > 0, too_high, too_low)
     ratio = t.log_ratio.detach().clamp(-20, 20).exp().clamp(max=o["cap"])
     return -torch.where(left_out, 0.0, ratio * t.advantages * t.log_probs) * t.weights
 
@@ -231,7 +233,8 @@ def _vespo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """TRL: a gamma weight of the response's whole ratio, importance weights included."""
     least = math.log(1e-8)
     log_ratio = t.log_ratio.detach()
-    moved = (t.row_sum(log_ratio.clamp(-20, 20)) + t.row_sum(t.weights.log().clamp(least, 20))).clamp(least, 20)
+    moved = t.row_sum(log_ratio.clamp(-20, 20)) + t.row_sum(t.weights.log().clamp(least, 20))
+    moved = moved.clamp(least, 20)
     k, rate = (torch.where(t.advantages >= 0, o[f"{name}_pos"], o[f"{name}_neg"]) for name in ("k", "lambda"))
     return -(rate + k * moved - rate * moved.exp()).exp() * t.advantages * t.log_probs
 

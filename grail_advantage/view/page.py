@@ -85,7 +85,8 @@ def write_report(
     runs = [open_run(run) for run in (folder, *against)]
     for run in (opened for opened in runs if not opened.dump.files):
         logger.warning("%s: no step was dumped, so that the report has its curves alone", visible(str(run.folder)))
-    path = Path(output or runs[0].folder / _file_name([str(run.folder.resolve()) for run in runs[1:]]))
+    name = _file_name([str(run.folder.resolve()) for run in runs[1:]])
+    path = Path(output or runs[0].folder / name)
     page = render(runs, rollouts, megabytes)
     try:
         write_whole(path, page)
@@ -241,7 +242,9 @@ class Held:
         return columns
 
     def _sample(self, overlay: str, values: Sequence[float] | np.ndarray) -> None:
-        self.samples[overlay].append(np.asarray(values[:: max(1, len(values) // 5000)], dtype=np.float64))
+        # The ends of a scale need no more than some thousands.
+        interval = max(1, len(values) // 5000)
+        self.samples[overlay].append(np.asarray(values[::interval], dtype=np.float64))
 
 
 _POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])  # by exponent, negative ones from the end
@@ -314,7 +317,8 @@ class Whole:
             if not chosen:
                 size = max(1.0, _BYTES * len(flat(table["mask"])[0]) / len(first))
                 count = min(len(files), rollouts * len(first) // len(table), room // size)
-                chosen = np.linspace(0, len(files) - 1, max(1, int(count))).round().astype(int).tolist()
+                places = np.linspace(0, len(files) - 1, max(1, int(count)))
+                chosen = places.round().astype(int).tolist()
             if place not in chosen:
                 continue
             # What earlier files left of their share goes to the later ones.
@@ -339,8 +343,9 @@ class Whole:
             scored = of_method["no_scores"].is_null().to_numpy()
             for outcome in np.unique(outcomes[scored]).tolist():
                 means_NK = of_file[scored & (outcomes == outcome)]
-                self.places[name, outcome] += [np.nansum(means_NK, axis=0), np.isfinite(means_NK).sum(axis=0)]
-                self.scored[name, outcome] += int(np.isfinite(means_NK).any(axis=1).sum())
+                known_NK = np.isfinite(means_NK)
+                self.places[name, outcome] += [np.nansum(means_NK, axis=0), known_NK.sum(axis=0)]
+                self.scored[name, outcome] += int(known_NK.any(axis=1).sum())
         self.responses += len(table)
         effect, advantage, mask = (flat(table[name])[0] for name in ("effect", "advantage", "mask"))
         if len(effect) == len(advantage):
@@ -409,7 +414,8 @@ def _limits(samples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float]:
     ratios = np.abs(np.log(weights[weights > 0]))  # to 1, either way
     limits["weight"] = 4.0
     if ratios.any():
-        limits["weight"] = np.exp(np.clip(np.quantile(ratios, 0.98), np.log(1.1), np.log(4)))
+        largest = np.quantile(ratios, 0.98)
+        limits["weight"] = np.exp(np.clip(largest, np.log(1.1), np.log(4)))
     return {name: float(f"{limit:.2g}") for name, limit in limits.items()}
 
 
