@@ -105,6 +105,7 @@ def labels_of(
     text = str(row.response) if is_text else tokenizer.decode(ids, skip_special_tokens=True)
     steps, error = label_ranges(row, text)
     spans: Sequence[tuple[int, int]] | None = texts.spans_in(text, ids)
+    # Only a text can be tokenized once more, for the places of its tokens.
     if spans is None and is_text:
         spans = _spans_of_tokenizer(text, ids, tokenizer, texts)
     pieces = texts(ids) if spans is None else [text[start:end] for start, end in spans]

@@ -73,6 +73,7 @@ def starts_of_steps(
     starts = [0, *(1 + np.flatnonzero(np.diff(step_T))).tolist()]
     if answer_start is None:
         return starts
+    # Steps from 0, 6 and 11 with an answer from 9 on begin at 0, 6 and 9.
     return [start for start in starts if start < answer_start] + [answer_start]
 
 

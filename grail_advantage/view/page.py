@@ -497,6 +497,7 @@ def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | Non
 
 def range_of(label: Any, length: int) -> tuple[int, int] | None:
     """A label as two places among ``length`` tokens, half-open; ``None`` where it is nothing of that kind."""
+    # Not isinstance(): a label may hold true.
     if not (isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label)):
         return None
     start, end = label
