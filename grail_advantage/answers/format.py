@@ -56,7 +56,8 @@ def answer_format(choice: str | AnswerFormat) -> AnswerFormat:
     """
     if isinstance(choice, AnswerFormat):
         return choice
-    choice = choice if isinstance(choice, str) else repr(choice)
+    if not isinstance(choice, str):
+        choice = repr(choice)
     if choice in FORMATS:
         return FORMATS[choice]
     try:
