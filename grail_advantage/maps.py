@@ -95,8 +95,7 @@ def log_zscore(
 def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quantile_rule: Rule = "linear") -> Weights:
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled
     to [0, 1] over the response, tau its quantile, by ``quantile_rule`` between two sorted scores or the one at index
-    ``floor(quantile T)``. Equal scores all have weight 1. A score below -1, as the drop of a
-    likelihood can be, counts as -1."""
+    ``floor(quantile T)``. Equal scores all have weight 1. A score below -1 counts as -1."""
     if not m.any():  # also where there is no response or no token, of which no extremum could be taken
         return Weights(torch.ones_like(x, dtype=torch.float32), 0.1)
     log = torch.log1p(x.double().clamp(min=-1 + 1e-8))

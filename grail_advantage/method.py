@@ -254,14 +254,14 @@ class Method(BaseMethod):
     needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
     whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
 
-    gate: Gate = option("all", "responses that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
+    gate: Gate = option("all", "responses that get weights: wrong (A <= 0), correct (A > 0) or all")
     statistics: Among = option("response", "tokens scored and compared: all, or the reasoning before the answer")
     span: Span = option("last", "which complete answer of a response counts")
     normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
     control: Control = option(
         "none",
-        "shuffled: the same weights, on other scored tokens of the same response; answer: weight 1 in place of the scores' "
-        "weights, the answer's as they are, for methods that give answers a weight",
+        "shuffled: the same weights, on other scored tokens of the same response; answer: the "
+        "answer's weights alone, for methods that have them",
     )
 
     def __init__(self, /, **options: Any) -> None:
@@ -331,8 +331,8 @@ class Mapped(Method):
     """It is a method whose scores go through a map that the user chooses. The map also gets the method's own options of
     its options' names."""
 
-    reshaper: str = option("log_zscore", "map from scores to weights, by its name")
-    reshaper_options: dict[str, Any] = option({}, "options of the map, by their names in its own table")
+    reshaper: str = option("log_zscore", "map from scores to weights")
+    reshaper_options: dict[str, Any] = option({}, "options of the map")
 
     def check(self) -> None:
         # One score is mapped, so that a start refuses what the map would refuse in the first batch.

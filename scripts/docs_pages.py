@@ -80,7 +80,11 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
         schema = schemas[name]
         signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
         limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema)
-        limits = limits.replace(">= 0 and <= 1", "0 to 1").replace(" and <= 1", ", <= 1").replace("> 0 and >= 0", "> 0")
+        limits = (
+            limits.replace(">= 0 and <= 1", "0 to 1")
+            .replace(" and <= 1", ", <= 1")
+            .replace("> 0 and 0 to 1", "> 0, <= 1")
+        )
         kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip().removeprefix("number ")
         choices = KNOWN_MAPS if name == "reshaper" else schema.get("enum", ())
         return (", ".join(f"`{choice}`" for choice in choices) or kind) + " or `null`" * (value_of(name) is None)
@@ -156,6 +160,8 @@ def _item(row: list[str]) -> str:
 def _values(row: list[str]) -> str:
     """Returns an option's default, and what else is allowed."""
     _, default, allowed, _ = row
+    if allowed in (KINDS["string"], KINDS["object"]):
+        return default
     if not allowed.startswith("`"):
         return f"{default}; {allowed}"
     choices = [choice for choice in allowed.split(", ") if choice not in re.findall("`[^`]*`", default)]
@@ -202,8 +208,6 @@ def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> li
             needs.append("in bf16 `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
         if needs:
             lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""]
-    if owner.section not in [method.name for method in of_class]:
-        lines += [f"Section `algorithm.{owner.section}`.", ""]
     return lines[:-1]
 
 

@@ -113,7 +113,7 @@ class Fitted(AdvantageMethod):
     metrics: ClassVar[dict[str, str]] = {"outside_fit_rate": "share of steps with a feature outside the fit's range"}
     span: ClassVar[Span] = "first"  # type: ignore[misc]
 
-    file: str = option("", "what python -m bench fit wrote for this model and task; its whole path where Ray runs")
+    file: str = option("", "what python -m bench fit wrote; its whole path where Ray runs")
 
     def check(self) -> None:
         if self.file:

@@ -61,7 +61,7 @@ class Oar(Mapped):
         "OAR-P: most tokens replaced in a response, evenly spaced, scores between them interpolated; null: all",
         ge=1,
     )
-    reshaper: str = option("bilevel", "map from scores to weights, by its name")
+    reshaper: str = option("bilevel", "map from scores to weights")
     quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
     boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
     weight_mean: float = option(1.0, "reshaper=log_zscore: weight at the mean log score", ge=0)

@@ -53,7 +53,7 @@ class Surprisal(Mapped):
     formula = "map of s = -log p; by default 1 on the incorrect response's reasoning token with the highest s, else 0"
     source = "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
     reads = frozenset({OLD_LOG_PROBS})
-    reshaper: str = option("top", "map from scores to weights, by its name")
+    reshaper: str = option("top", "map from scores to weights")
     gate: Gate = option("wrong", "responses that get weights")
     statistics: Among = option("reasoning", "tokens that are scored and compared")
 
@@ -68,7 +68,7 @@ class Entropy(Mapped):
     formula = "map of H; by default 1 + 0.1 (H / response mean - 1)"
     source = "control"
     reads = frozenset({ENTROPY})
-    reshaper: str = option("mean_ratio", "map from scores to weights, by its name")
+    reshaper: str = option("mean_ratio", "map from scores to weights")
 
     @property
     def ranks_entropy(self) -> bool:  # type: ignore[override]
@@ -119,8 +119,8 @@ class Probability(Method):
 @register("high_entropy")
 class HighEntropy(Method):
     """Only the batch's tokens of highest entropy train; those of responses with advantage 0 are compared, too. The
-    paper's equation divides the loss by all tokens, its code by the kept ones, cut in each micro-batch; here the batch
-    has one cut, by the policy before the update, and keeps all that tie at it."""
+    paper's equation divides the loss by all tokens, its code by the kept ones of each micro-batch; here the batch has
+    one cut, by the policy before the update, which keeps ties."""
 
     formula = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
     source = (

@@ -118,8 +118,7 @@ class Privileged(BaseMethod):
 
 @register("rlsd")
 class Rlsd(Privileged, Method):
-    """A response without privileged text, or with a log-probability that is not finite, has weight 1; the others' lie in
-    ``[1 - lam epsilon, 1 + lam epsilon]``."""
+    """A response without privileged text, or with a log-probability that is not finite, has weight 1."""
 
     formula = "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon)"
     source = (
@@ -130,7 +129,7 @@ class Rlsd(Privileged, Method):
     lam: float = option(0.5, "share of the weight that the change of probability sets", gt=0, le=1)
     lam_steps: int = option(
         0,
-        "training steps over which lam falls linearly to 0, from where on there is no extra forward; 0: constant",
+        "steps over which lam falls linearly to 0, from where on there is no extra forward; 0: constant",
         ge=0,
     )
     epsilon: float = option(0.2, "how far the ratio of the probabilities may be from 1", gt=0, le=1)

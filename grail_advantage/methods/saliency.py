@@ -100,7 +100,7 @@ class Grail(Saliency):
 
     preset: Literal["official", "robust"] = option("official", "as above")
     gate: Gate = option("wrong", "responses that get weights")
-    alignment: Alignment = option(None, "whose saliency a token takes: that of the position before it, or its own")
+    alignment: Alignment = option(None, "a token's saliency: that of the position before it, or its own")
     span: Literal["first", "last"] = option(None, "which complete answer of a response counts, by the preset")
     target: Literal["span", "content"] = option(None, "tokens whose log-likelihood is differentiated")
     statistics: Among = option(None, "tokens that are scored and compared, by the preset")

@@ -11,7 +11,7 @@ import numpy as np
 from grail_advantage.method import option, register
 from grail_advantage.methods.sessions import Session, TurnMethod
 
-GAMMA = "discount from one turn to the next in a turn's return"
+GAMMA = "discount from one turn to the next"
 DEVIATION = "whether differences from a mean are divided by the deviation, as in GRPO"
 
 
