@@ -118,6 +118,7 @@ def is_judged(row: Response) -> bool:
 
 def _response(record: Mapping[str, Any], number: int) -> Response:
     """Read a line; ValueError for one that lacks something."""
+    # verl writes the prompt as a text that lost its control tokens.
     decoded = "input" in record and "prompt" not in record
     record = of_trainer(record)
     prompt: Any = record.get("prompt")

@@ -103,6 +103,7 @@ class AnswerCheck:
         """Warn before the first rollout where rows of the data speak of another format, and none of the run's."""
         texts = list(map(str, rows))
         counts = {name: sum(mark in text for text in texts) for name, mark in MARKS.items()}
+        # An expression has no mark by which data would show it: 1, as if it did.
         if self._choice == "ignore" or not self._method.reads_answer or counts.get(self._answer.name, 1):
             return
         for name, count in counts.items():

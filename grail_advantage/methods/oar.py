@@ -71,6 +71,7 @@ class Oar(Mapped):
     statistics: Among = option(None, "follows from variant: the tokens that have scores")
     normalize_mass: bool = option(True, "whether a response's weighed tokens have weights that sum to their number")
 
+    # The method may be given by its place: Oar("perturbation").
     def __init__(self, method: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"method": method})
 

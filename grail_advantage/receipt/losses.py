@@ -58,6 +58,7 @@ def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: fl
     )
     clip = {"low": low, "high": high}
     dppo = clip | {"cap": settings_given.get("clip_ratio_c", 20.0)}
+    # bound: verl clamps log-ratios to 20 either way before exp().
     account, settings = {
         "vanilla": ("clip", clip | {"cap": settings_given.get("clip_ratio_c", 3.0), "bound": 20}),
         "gspo": ("gspo", clip),
@@ -217,6 +218,7 @@ def _dppo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     too_high = (moved > o["high"]) & (new > old)
     too_low = (moved > o["low"]) & (new < old)
     left_out = torch.where(t.advantages > 0, too_high, too_low)
+    # verl's clamps, of the log-ratio and then of the ratio.
     ratio = t.log_ratio.detach().clamp(-20, 20).exp().clamp(max=o["cap"])
     return -torch.where(left_out, 0.0, ratio * t.advantages * t.log_probs) * t.weights
 
@@ -253,6 +255,7 @@ def _kl_cov(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
 FORMULAS: Mapping[str, Callable[[Tokens, Mapping[str, Any]], torch.Tensor]] = {
     "clip": lambda t, o: _clip(t, o, _ratio(t, o)),
     # arXiv:2507.18071, the token form: the response's ratio for the token's own advantage
+    # verl clamps the log-ratio at 10
     "gspo": lambda t, o: _clip(
         t, o, (t.row_mean(t.log_ratio).detach() + t.log_probs - t.log_probs.detach()).clamp(max=10).exp()
     ),

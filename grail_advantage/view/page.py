@@ -195,6 +195,7 @@ class Held:
                 entry["updates"] = len(row["updates"])
             rows.append(entry)
             named = zip(row["tokens"], row["token_ids"], strict=True)
+            # Special tokens have no text, and are shown by their names.
             texts = [text or header.special_tokens.get(token, "") for text, token in named]
             special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
             values = ",".join(

@@ -67,6 +67,7 @@ def profiles(table: pa.Table) -> np.ndarray:
     rows = len(table)
     lengths_N = np.diff(offsets)
     span, of_span = flat(table["span"])
+    # A copy, in which the reasoning before an answer ends earlier.
     ends_N = offsets[1:].copy()
     answered_N = np.diff(of_span) > 0
     ends_N[answered_N] = offsets[:-1][answered_N] + span[of_span[:-1][answered_N]]
