@@ -191,7 +191,9 @@ def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
         return steps, []
     if type(error) is int and 0 <= error < len(steps):
         return steps, [steps[error]]
-    if isinstance(error, tuple) and list(map(type, error)) == [int, int] and 0 <= error[0] < error[1] <= len(text):
-        return steps, [error]
+    if isinstance(error, tuple) and list(map(type, error)) == [int, int]:
+        start, end = error
+        if 0 <= start < end <= len(text):
+            return steps, [error]
     last = len(steps) - 1
     raise ValueError(f"error={error!r:.40} is no step (0 to {last}) and no range [start, end] of the text")

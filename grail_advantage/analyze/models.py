@@ -60,7 +60,8 @@ def files_digest(name: str) -> str | None:
     path = Path(name)
     if not path.exists():
         return None
-    files = sorted(file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    paths = path.rglob("*") if path.is_dir() else [path]
+    files = sorted(file for file in paths if file.is_file())
     facts = []
     for file in files:
         status = file.stat()

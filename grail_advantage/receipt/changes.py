@@ -158,7 +158,9 @@ def _swapped(arrived: Arrived, column: str, implied_NT: torch.Tensor, values_BT:
     moved = int((chosen_N != rows_N).sum())
     bits = WHOLE + NUMBER * moved
     sums_B = values_BT.sum(dim=1)
-    if moved > 1 and torch.allclose(sums_B[rows_N].sort().values, sums_B[chosen_N].sort().values, rtol=1e-3):
+    own_sums_N = sums_B[rows_N].sort().values
+    chosen_sums_N = sums_B[chosen_N].sort().values
+    if moved > 1 and torch.allclose(own_sums_N, chosen_sums_N, rtol=1e-3):
         # A permutation says less than as many free numbers.
         bits = 0.8 * math.log2(math.comb(len(rows_N), moved))
     what = f"{moved} of {len(rows_N)} responses have the {CALLED[column]} of another one"

@@ -480,7 +480,8 @@ class _Table:
                     rest_NT = rest_NT | kinds.pop(kind)
         if best.name and not (rest == "stale" and best.name == "unclipped"):
             left_NT = torch.stack(list(best.remaining.values())).any(dim=0)
-            nearer_NT = 3 * (got_NT - best.value_NT).abs() < (arrived.received_NT - arrived.wanted_NT).abs()
+            away_NT = (arrived.received_NT - arrived.wanted_NT).abs()
+            nearer_NT = 3 * (got_NT - best.value_NT).abs() < away_NT
             changed_NT = arrived.off(best.value_NT, arrived.wanted_NT)
             self.add(best.name, best.what, changed_NT & (nearer_NT | ~left_NT))
         self.tell_factor(best)

@@ -214,7 +214,8 @@ def _dppo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     old = t.old.exp()
     moved = (new - old).abs()
     if o["divergence"] == "kl":
-        moved = old * (t.old - log_new) + (1 - old) * ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+        moved_otherwise = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+        moved = old * (t.old - log_new) + (1 - old) * moved_otherwise
     too_high = (moved > o["high"]) & (new > old)
     too_low = (moved > o["low"]) & (new < old)
     left_out = torch.where(t.advantages > 0, too_high, too_low)
@@ -227,7 +228,8 @@ def _geo_mean(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """arXiv:2507.20673: the geometric mean of clamped ratios, one advantage a response."""
     sign = t.advantages.sign()
     weight = t.row_mean((t.weights + 1e-10).log()).exp()
-    bounded = sign * torch.minimum(sign * t.log_ratio, sign * t.log_ratio.clamp(-o["low"], o["high"]))
+    clipped = t.log_ratio.clamp(-o["low"], o["high"])
+    bounded = sign * torch.minimum(sign * t.log_ratio, sign * clipped)
     return -(t.row_mean(t.advantages) * weight * t.row_mean(bounded).exp()).expand_as(sign)
 
 
@@ -237,7 +239,9 @@ def _vespo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     log_ratio = t.log_ratio.detach()
     moved = t.row_sum(log_ratio.clamp(-20, 20)) + t.row_sum(t.weights.log().clamp(least, 20))
     moved = moved.clamp(least, 20)
-    k, rate = (torch.where(t.advantages >= 0, o[f"{name}_pos"], o[f"{name}_neg"]) for name in ("k", "lambda"))
+    is_correct = t.advantages >= 0
+    k = torch.where(is_correct, o["k_pos"], o["k_neg"])
+    rate = torch.where(is_correct, o["lambda_pos"], o["lambda_neg"])
     return -(rate + k * moved - rate * moved.exp()).exp() * t.advantages * t.log_probs
 
 

@@ -99,7 +99,9 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     half = _LINES // 2
     if len(lines) > _LINES:
         holds = (number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line))
-        second = min(max(half, next(holds, len(lines)) - 1), len(lines) - half)
+        # The line before the incorrect step, so that it begins in sight; without one the end.
+        second = next(holds, len(lines)) - 1
+        second = min(max(half, second), len(lines) - half)
         lines = [*lines[:half], *lines[second : second + half]]
     block = _LINE + _STRIP * len(strips) + 5
     wide = 72 * width

@@ -115,7 +115,9 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     wholes = [Whole(run, number) for number, run in enumerate(runs)]
     # What a run leaves of its share goes to those after it.
     for remaining, of_run in zip(range(len(runs), 0, -1), wholes, strict=True):
-        of_run.read(held, (rollouts - len(held.rows)) / remaining, (room - held.size) / remaining)
+        rollouts_of_run = (rollouts - len(held.rows)) / remaining
+        room_of_run = (room - held.size) / remaining
+        of_run.read(held, rollouts_of_run, room_of_run)
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
     methods = compared or [name for name, _ in wholes[0].places][:1] or ["weights"]
     places = {
@@ -133,8 +135,12 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         "version": __version__,
     }
     text = (resources.files("grail_advantage.view") / "page.html").read_text(encoding="utf-8")
-    style, script = (re.findall(rf"<{tag}>(.*?)</", text, re.DOTALL)[0] for tag in ("style", 'script type="module"'))
-    hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (script, style)]
+    style = re.findall("<style>(.*?)</", text, re.DOTALL)[0]
+    script = re.findall('<script type="module">(.*?)</', text, re.DOTALL)[0]
+    hashes = []
+    for part in (script, style):
+        digest = hashlib.sha256(part.encode()).digest()
+        hashes.append(base64.b64encode(digest).decode())
     blocks = [f'<script type="text/plain" id="r{i}">{block}</script>' for i, block in enumerate(held.blocks)]
     parts = {
         "POLICY": "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; "
@@ -237,7 +243,8 @@ class Held:
                         scored = values[np.isfinite(scores)]
                     self._sample(f"scored {overlay}", scored)
         columns["mask"] = json_arrays(*flat(table["mask"]))
-        inner = json_arrays(*flat(pa.chunked_array([table["by_update"].combine_chunks().flatten()])))
+        steps = table["by_update"].combine_chunks().flatten()
+        inner = json_arrays(*flat(pa.chunked_array([steps])))
         of_rows = pairwise(flat(table["by_update"])[1])
         columns["by_update"] = [f"[{','.join(map(str, inner[start:end]))}]" for start, end in of_rows]
         return columns
@@ -256,7 +263,8 @@ def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
     not finite: a text a response, ``None`` where it has no values. ``offsets``: where each begins, and the end."""
     # 0.0123456 has the exponent -2: times 10^5 it is 1235, which gives 0.01235.
     safe = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
-    scale = _POWERS[3 - np.floor(np.log10(np.abs(safe))).astype(np.int64)]
+    exponents = np.floor(np.log10(np.abs(safe))).astype(np.int64)
+    scale = _POWERS[3 - exponents]
     # As float32, which arrow prints in as few digits as it needs.
     rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(np.float32)
     words = pc.fill_null(pa.array(rounded, from_pandas=True).cast(pa.string()), "null")
@@ -326,10 +334,12 @@ class Whole:
             share = (chosen.index(place) + 1) / len(chosen)
             fit = 1 + int(max(0, 3 * (begin + room * share - held.size) / size))  # groups, by a third of the size
             groups = np.argsort(first)[:fit]
-            table = file.table(_OF_ROLLOUTS, int(np.flatnonzero(np.isin(group_N, groups)).max()) + 1)
+            last = int(np.flatnonzero(np.isin(group_N, groups)).max())
+            table = file.table(_OF_ROLLOUTS, last + 1)
             for group in groups:
                 rows = np.flatnonzero(group_N[: len(table)] == group)
-                full = not len(rows) or (held.rows and len(held.rows) - start + len(rows) > rollouts * share)
+                held_then = len(held.rows) - start + len(rows)
+                full = not len(rows) or (held.rows and held_then > rollouts * share)
                 if full or not held.add(header, table.take(rows), self.number, self.signed, begin + room * share):
                     break
         self.held = len(held.rows) - start
@@ -465,7 +475,9 @@ def model_ranges(tool: list[Any], length: int) -> list[tuple[int, int]]:
             return [(0, length)] * (length > 0)
         edges += bounds
     edges.append(length)
-    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+    # Others may write first, last, or twice in a row: what lies between is empty then.
+    ranges = zip(edges[::2], edges[1::2], strict=True)
+    return [(start, end) for start, end in ranges if start < end]
 
 
 def rewards_of_turns(rewards: list[Any], count: int, align: str | None) -> list[float | None]:
