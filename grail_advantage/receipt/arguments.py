@@ -12,6 +12,9 @@ from .arrived import PRECISION
 from .losses import AGGREGATIONS, FORMULAS, KL, OVER, Batch, Loss
 from .measure import Piece
 
+# Beside the floats of PRECISION: quantised, complex and 8-bit numbers have no isfinite() or no order.
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, list[Piece]]:
     """The batch and the pieces, their tensors detached and in the host's memory; errors as :func:`.check.check`."""
@@ -74,7 +77,8 @@ def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> torch.Tensor:
     plain = isinstance(values, torch.Tensor) and values.layout == torch.strided and not values.is_meta
     floats = "log_probs" in name or "gradient" in name
     flags = name in ("mask_BT", "left_out_B")
-    if not plain or tuple(values.shape) != shape or values.is_complex() or (floats and values.dtype not in PRECISION):
+    dtypes = tuple(PRECISION) if floats else (*PRECISION, *WHOLE)
+    if not plain or tuple(values.shape) != shape or values.dtype not in dtypes:
         got = f"{values.dtype} of shape {tuple(values.shape)}" if plain else type(values).__name__
         raise ValueError(f"{name} must be a dense tensor of numbers of shape {shape}, got {got}; see Piece.padded()")
     if flags and (values != values.bool()).any():

@@ -340,7 +340,8 @@ def test_the_commands_of_a_page_work_one_after_the_other(
 ) -> None:
     """Each finds the folders of those before, with a checkpoint, and either has one of its own or resumes."""
     for script, arguments, knobs in PAGES[page]:
-        if "confident_blame" in knobs.values():  # of a package that is not installed here
+        # A method of a package that is not installed here; five configurations, which have a test of their own.
+        if "confident_blame" in knobs.values() or script == "run_five_arms.sh":
             continue
         on_cpu = "_cpu_" in script
         monkeypatch.setenv("VERL_PLATFORM", "cpu") if on_cpu else monkeypatch.delenv("VERL_PLATFORM", raising=False)

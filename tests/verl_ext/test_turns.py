@@ -33,7 +33,7 @@ TALKS = {
 def _step(name: str, *overrides: str, **options: Any) -> Step:
     rows = {}
     for key, talk in TALKS.items():
-        parts = [part for part in chain(*zip_longest(talk.turns, talk.said)) if part is not None]
+        parts = [part for part in chain(*zip_longest(talk.turns, talk.replies)) if part is not None]
         extra = {"turn_scores": [], "tool_rewards": list(talk.rewards)}
         rows[key] = row_of("Two?" * (1 + talk.group), parts, talk.outcome, extra_fields=extra)
     return Step(*overrides, method=build(name, options), rows=rows)
@@ -92,7 +92,7 @@ def _session_of_two(step: Step) -> None:
     talk = TALKS["a_1_0"]
     text = rows["a_1_0"]
     cut = len(encode(talk.turns[0]))
-    again = cut + len(encode(talk.said[0]))
+    again = cut + len(encode(talk.replies[0]))
     for key, part in (("a_1_0", slice(cut)), ("a_1_1", slice(again, None))):
         names = ("responses", "response_mask", "loss_mask", "rollout_log_probs")
         rows[key] = {**text, **{name: text[name][part] for name in names}, "extra_fields": {}}
@@ -118,7 +118,7 @@ def test_several_outputs_of_a_session_are_one_conversation(source: str, expected
     talk = TALKS["a_1_0"]
     whole_T = expected["a_1_0"]
     cut = len(encode(talk.turns[0]))
-    again = len(encode(talk.turns[0] + talk.said[0]))
+    again = len(encode(talk.turns[0] + talk.replies[0]))
     assert same(step.run(), {**expected, "a_1_0": whole_T[:cut], "a_1_1": whole_T[again:]}) and whole_T[again:].any()
 
 
