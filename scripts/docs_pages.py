@@ -135,6 +135,7 @@ def reference() -> list[str]:
     lines += ["", "## Each method"]
     for owner, of_class in BY_CLASS.items():
         lines += _introduction(owner, of_class)
+        # What several classes have is explained once, above.
         special = [row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1]
         if special:
             lines += ["", *map(_item, special)]

@@ -202,8 +202,9 @@ class Steer(Method):
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         s = surprisal(r)
-        # expm1: of a probability near 1 the difference 1 - p would keep few digits.
-        return (r.advantages.double()[:, None] * (-torch.expm1(-s) * (entropy(r) - s))).abs()
+        # Of a probability near 1 the difference 1 - p would keep few digits.
+        rest = -torch.expm1(-s)
+        return (r.advantages.double()[:, None] * (rest * (entropy(r) - s))).abs()
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among].double()

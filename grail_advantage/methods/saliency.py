@@ -114,6 +114,7 @@ class Grail(Saliency):
     content_outside_gate: bool = option(None, "whether answers outside the gate get content_weight")
     normalize_mass: bool = option(None, "whether a response's weights sum to their number, by the preset")
 
+    # The preset may be given by its place: Grail("robust").
     def __init__(self, preset: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"preset": preset})
 
