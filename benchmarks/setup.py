@@ -92,6 +92,7 @@ SETUPS = {
 def prepare_process(device: str) -> None:
     """Threads, and what verl's worker reads from the environment."""
     torch.set_num_threads(1)
+    # A port that is free, as several processes of this kind may run.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -227,6 +227,7 @@ def read_rows(source: str) -> Sequence[dict[str, Any]]:
 
         return read_table(path).to_pylist()
     if path.suffix == ".csv":
+        # utf-8-sig: a spreadsheet may put a byte-order mark in front, which would be in the first name.
         return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline="")))
     if path.suffix == ".json":
         with suppress(ValueError):  # else it has lines

@@ -152,7 +152,11 @@ def differences(
 def smoothed(points: dict[int, float], window: int) -> dict[int, float]:
     """At each step the mean of the last so many logged values."""
     values = list(points.values())
-    return {step: statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i, step in enumerate(points)}
+    means = {}
+    for place, step in enumerate(points):
+        first = max(0, place + 1 - window)
+        means[step] = statistics.fmean(values[first : place + 1])
+    return means
 
 
 def verdict(rows: Sequence[Difference], seeds: Sequence[int]) -> list[str]:
@@ -233,7 +237,9 @@ def compared(args: argparse.Namespace, against: Sequence[str]) -> tuple[list[str
         curves = [smoothed(dict(sorted(figures[metric].items())), args.window) for _, figures in runs]
         common = sorted(set.intersection(*(set(curve) for curve in curves)))
         # Of ten steps in common the third, fifth, eighth and tenth.
-        steps = args.step or sorted({common[math.ceil(len(common) * part / 4) - 1] for part in range(1, 5) if common})
+        steps = args.step
+        if not steps and common:
+            steps = sorted({common[math.ceil(len(common) * part / 4) - 1] for part in range(1, 5)})
         if not steps or set(steps) - set(common):
             raise ValueError(f"{metric}: not all runs have the steps {steps or ''}; all have {common[:40]}")
         rows = differences(curves[: len(seeds)], curves[len(seeds) :], steps)

@@ -351,6 +351,7 @@ class Rollouts:
         here."""
         turns = [len(runs(written)) for written in self.written.numpy()]
         counts = [0] * len(self)
+        # Responses of 2, 1 and 3 turns in one conversation have 0, 2 and 3 before them.
         for indices in self.conversations:
             for earlier, later in pairwise(indices):
                 counts[later] = counts[earlier] + turns[earlier]
@@ -463,6 +464,7 @@ def _of_rows(values: Any, indices: Sequence[int], width: int) -> Any:
     if not isinstance(values, Tensor):
         return [values[index] for index in indices]
     rows = values[list(indices)]  # a copy
+    # Without contiguous() what lies beyond the width would go along to another process.
     return rows if rows.ndim == 1 else rows[:, :width].contiguous()
 
 

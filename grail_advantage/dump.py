@@ -131,6 +131,7 @@ _HEADER = TypeAdapter(DumpHeader)
 
 def as_utf8(text: str | None) -> str | None:
     """Make a text one that the columns can hold: half a surrogate pair becomes U+FFFD. ``None`` stays."""
+    # Through UTF-16, in which two halves that meet are their character.
     return text if text is None else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -156,7 +157,8 @@ def write_step(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
     place of a file of the same step and update; returns the file. KeyError for a column that is missing, ValueError for
     one of another type or with more or fewer values than tokens, OSError of the disk."""
     for name in ("update", "step"):
-        table = table.add_column(0, name, pa.repeat(pa.scalar(getattr(header, name), pa.int64()), len(table)))
+        number = pa.scalar(getattr(header, name), INT)
+        table = table.add_column(0, name, pa.repeat(number, len(table)))
     return _write(folder, "step", asdict(header), table.select(SCHEMA.names).cast(SCHEMA), "tokens")
 
 
@@ -528,6 +530,7 @@ class StepDump(Unstopped):
         self._limit = None if options.responses is None else max(1, options.responses // updates)
         self._facts = {"model": as_utf8(model), "temperature": temperature}
         self._begun = False
+        # Never started, and so not alive.
         self._disk = threading.Thread()
 
     def writes(self, step: int) -> bool:

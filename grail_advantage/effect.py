@@ -72,7 +72,8 @@ def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: 
 
 def _less_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Take each response's mean over the mask off its values there; 0 elsewhere."""
-    mean = torch.where(mask, values, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    total = torch.where(mask, values, 0.0).sum(dim=1, keepdim=True)
+    mean = total / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(mask, values - mean, 0.0)
 
 

@@ -65,7 +65,8 @@ def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], C
 
 def _mean(x: Tensor, m: Tensor) -> Tensor:
     """Take each response's mean over the mask, (B, 1)."""
-    return torch.where(m, x, 0.0).sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
+    total = torch.where(m, x, 0.0).sum(-1, keepdim=True)
+    return total / m.sum(-1, keepdim=True).clamp(min=1)
 
 
 @register_map()
@@ -85,7 +86,8 @@ def log_zscore(
     log = torch.log(x.clamp(min=0).double() + 1e-8)
     z = log - _mean(log, m)
     # A response without a compared token has no mean to be far from: z is 0.
-    z = (z / (_mean(z.square(), m) + 1e-8).sqrt()).where(m.any(-1, keepdim=True), 0.0).float()
+    z = z / (_mean(z.square(), m) + 1e-8).sqrt()
+    z = z.where(m.any(-1, keepdim=True), 0.0).float()
     return Weights((weight_mean + weight_std * z).clamp(weight_min, weight_max), weight_min, weight_max)
 
 
@@ -130,7 +132,8 @@ def mean_ratio(x: Tensor, m: Tensor, beta: Positive = 0.1) -> Weights:
     most 1 a response's mean weight is 1; scores of both signs that cancel give weights without bound."""
     x = torch.where(m, x.double(), 0.0)
     mean = _mean(x, m)
-    return Weights(torch.where(m & (mean > 0), (1 + beta * (x / mean - 1)).clamp(min=0), 1.0).float(), 0.0)
+    w = (1 + beta * (x / mean - 1)).clamp(min=0)
+    return Weights(torch.where(m & (mean > 0), w, 1.0).float(), 0.0)
 
 
 @register_map()
@@ -143,14 +146,16 @@ def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)  # by the mean, so that no power that matters overflows
     total = p.sum(-1, keepdim=True)
     # mean^g total is the sum of x^g.
-    return Weights(torch.where(m & (mean.pow(exponent) * total >= 1e-8), count * p / total, 1.0).float())
+    is_known = m & (mean.pow(exponent) * total >= 1e-8)
+    return Weights(torch.where(is_known, count * p / total, 1.0).float())
 
 
 def top_tokens(x: Tensor, m: Tensor, count: Tensor | int) -> Tensor:
     """Mark each response's highest scores, bool (B, T), as many as asked for where there are so many; of equal ones the
     earlier."""
     # Adding 0 turns a negative zero into a positive one, so that no sort distinguishes them.
-    order = torch.where(m, x.double() + 0.0, -math.inf).sort(dim=-1, descending=True, stable=True).indices
+    sortable = torch.where(m, x.double() + 0.0, -math.inf)
+    order = sortable.sort(dim=-1, descending=True, stable=True).indices
     place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     # The inverse of the order: the token with the highest score has rank 0.
     rank = torch.empty_like(order).scatter_(-1, order, place)

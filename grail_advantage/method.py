@@ -82,6 +82,7 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
             raise ValueError(f"{cls.__name__} reads or uses {unknown}; choose of {(*READS, *USES)}")
         # vars(): a derived class must not have the names of the class that it derives from.
         cls.names = {**vars(cls).get("names", {}), name: fixed}
+        # The first name stays, as the decorator of the next finds it here.
         cls.section = vars(cls).get("section", name)
         METHODS[name] = cls
         return cls

@@ -99,7 +99,8 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
     # A response's squares about its own mean, and those of its mean about the batch's.
     mean = total / np.maximum(length, 1)
     centred = (weight - mean[:, None]) * mask
-    variance = (np.einsum("bt,bt->b", centred, centred) + length * (mean - average) ** 2).sum() / length.sum()
+    squares = np.einsum("bt,bt->b", centred, centred) + length * (mean - average) ** 2
+    variance = squares.sum() / length.sum()
     # A response whose weights are all 0 has no ratio.
     weighed = valid & (square > 0)
     ratio = total[weighed] ** 2 / (length[weighed] * square[weighed])

@@ -89,7 +89,9 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
             consequence,
         )
     # The rates are of the host's advantages: in the method's what is not finite is 0.
-    metrics = {**figures(weighed, norms), **_rates(rollouts), **(method.own_figures(r) if indices else {})}
+    metrics = {**figures(weighed, norms), **_rates(rollouts)}
+    if indices:
+        metrics.update(method.own_figures(r))
     return replace(weighed, rollouts=rollouts, no_scores=_no_scores(weighed), metrics=metrics)
 
 
@@ -210,7 +212,8 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
         takes = scored
         content_weight, boundary_weight, outside_gate = answer
         if outside_gate:
-            takes = scored | (r.answered & ~method.inside_gate(r) & (r.advantages != 0))[:, None]
+            is_excluded = r.answered & ~method.inside_gate(r) & (r.advantages != 0)
+            takes = scored | is_excluded[:, None]
         # The content second, as it lies within the answer.
         w = torch.where(takes & (position >= answer_start), boundary_weight, w)
         w = torch.where(takes & (position >= content_start) & (position < content_end), content_weight, w)

@@ -135,6 +135,7 @@ def reference() -> list[str]:
     lines += ["", "## Each method"]
     for owner, of_class in BY_CLASS.items():
         lines += _introduction(owner, of_class)
+        # What several classes have is explained once, above.
         special = [row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1]
         if special:
             lines += ["", *map(_item, special)]
@@ -191,7 +192,7 @@ def _modes() -> list[str]:
     lines = ["## Inputs and modes", "", *table(["`algorithm.adv_estimator`", "reads of the batch"], rows)]
     lines += ["", f"Uses of the model: {'; '.join(passes)}."]
     lines += [f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}."]
-    lines += ["`compute_token_weights` computes log-probabilities and entropies itself if they are not given."]
+    lines += ["`compute_token_weights` computes log-probabilities and entropies that are not given."]
     return lines
 
 

@@ -43,6 +43,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         for together in (full, 1):
             with outcome.attempt(f"{shape}, {together} at once"):
                 training_side(outcome, config, device, shape, together)
+                # Here it has fitted; attempt() ends the block where it does not.
                 if device == "cuda":
                     break
             release()

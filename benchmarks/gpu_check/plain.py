@@ -92,7 +92,7 @@ def compared(actual: Weighed, exact: Weighed) -> dict[str, float]:
     figures[SHARE] = error_N.mean() / exact.weights[scored_BT].std()
     correlations = []
     for actual_T, exact_T, scored_T in zip(actual.scores, exact.scores, scored_BT, strict=True):
-        # Random scores have no ties.
+        # Scores have no ties, which argsort() would rank by their places.
         ranks = [scores_T[scored_T].argsort().argsort() for scores_T in (actual_T, exact_T)]
         correlations.append(float(torch.corrcoef(torch.stack(ranks).double())[0, 1]))
     figures[RANK] = median(correlations)

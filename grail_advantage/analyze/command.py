@@ -243,6 +243,7 @@ def _summary(folder: Path, chosen: Mapping[str, BaseMethod], count: int, failed:
             content_T[row.span.content_start : row.span.content_end] = True
         for name, columns in row.methods.items():
             reasons[name][columns.no_scores] += 1
+            # A method that gives weights has no advantages of its own in a dump.
             if columns.advantage_T is None:
                 change_T = np.abs(row.base_advantage_T * (columns.weight_T - 1))
             else:

@@ -118,6 +118,7 @@ def is_judged(row: Response) -> bool:
 
 def _response(record: Mapping[str, Any], number: int) -> Response:
     """Read a line; ValueError for one that lacks something."""
+    # verl writes the prompt as a text that lost its control tokens.
     decoded = "input" in record and "prompt" not in record
     record = of_trainer(record)
     prompt: Any = record.get("prompt")
@@ -190,7 +191,9 @@ def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
         return steps, []
     if type(error) is int and 0 <= error < len(steps):
         return steps, [steps[error]]
-    if isinstance(error, tuple) and list(map(type, error)) == [int, int] and 0 <= error[0] < error[1] <= len(text):
-        return steps, [error]
+    if isinstance(error, tuple) and list(map(type, error)) == [int, int]:
+        start, end = error
+        if 0 <= start < end <= len(text):
+            return steps, [error]
     last = len(steps) - 1
     raise ValueError(f"error={error!r:.40} is no step (0 to {last}) and no range [start, end] of the text")

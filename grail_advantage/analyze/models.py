@@ -60,8 +60,13 @@ def files_digest(name: str) -> str | None:
     path = Path(name)
     if not path.exists():
         return None
-    files = sorted(file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
-    return digest(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
+    paths = path.rglob("*") if path.is_dir() else [path]
+    files = sorted(file for file in paths if file.is_file())
+    facts = []
+    for file in files:
+        status = file.stat()
+        facts.append((file.name, status.st_size, status.st_mtime_ns))
+    return digest(repr(facts))
 
 
 def digest(text: str) -> str:

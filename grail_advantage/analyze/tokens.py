@@ -59,7 +59,8 @@ def with_messages(row: Response, tokenizer: PreTrainedTokenizerBase) -> Response
     if not row.decoded or not tokenizer.chat_template:
         return row
     pieces = re.split(r"\n?\b(system|user|assistant|model)\n+", str(row.prompt))
-    messages = [{"role": role, "content": text} for role, text in zip(pieces[1::2], pieces[2::2], strict=True)]
+    pairs = zip(pieces[1::2], pieces[2::2], strict=True)
+    messages = [{"role": role, "content": text} for role, text in pairs]
     # Qwen3's template adds an empty thought where thinking is off.
     for template in ({}, {"enable_thinking": False}):
         with suppress(Exception):  # the template's own
@@ -104,6 +105,7 @@ def labels_of(
     text = str(row.response) if is_text else tokenizer.decode(ids, skip_special_tokens=True)
     steps, error = label_ranges(row, text)
     spans: Sequence[tuple[int, int]] | None = texts.spans_in(text, ids)
+    # Only a text can be tokenized once more, for the places of its tokens.
     if spans is None and is_text:
         spans = _spans_of_tokenizer(text, ids, tokenizer, texts)
     pieces = texts(ids) if spans is None else [text[start:end] for start, end in spans]
@@ -139,7 +141,11 @@ def token_ranges(
     lengths_T = np.array([len(text) for text in texts], dtype=int)
     ends_T = np.cumsum(lengths_T) if spans is None else np.array([end for _, end in spans])
     starts_T = ends_T - lengths_T
-    blanks_T = np.array([len(text) - len(text.lstrip()) if text.strip() else 0 for text in texts])
+    blanks = []
+    for text in texts:
+        # A token of blanks alone begins with its first one.
+        blanks.append(len(text) - len(text.lstrip()) if text.strip() else 0)
+    blanks_T = np.array(blanks)
     # A token without text is where the next one is, and belongs to what is before it.
     keys_T = starts_T + blanks_T - 0.5 * (lengths_T == 0)
     token_ranges = []

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TypeAlias
 
 import regex
@@ -56,7 +56,8 @@ def answer_format(choice: str | AnswerFormat) -> AnswerFormat:
     """
     if isinstance(choice, AnswerFormat):
         return choice
-    choice = choice if isinstance(choice, str) else repr(choice)
+    if not isinstance(choice, str):
+        choice = repr(choice)
     if choice in FORMATS:
         return FORMATS[choice]
     try:
@@ -101,8 +102,11 @@ def _outermost(boxes: Iterable[Box]) -> Iterator[Box]:
 
 def _tagged(text: bytes) -> Iterator[Box]:
     """Answers in tags. Tags of one kind nest like braces."""
-    boxes = (_balanced(text, *tags, re.compile(b"(" + b"|".join(map(re.escape, tags)) + b")")) for tags in _TAGS)
-    return _outermost(sorted(chain.from_iterable(boxes)))
+    boxes = []
+    for tags in _TAGS:
+        either = re.compile(b"(" + b"|".join(map(re.escape, tags)) + b")")
+        boxes += _balanced(text, *tags, either)
+    return _outermost(sorted(boxes))
 
 
 def _hashed(text: bytes) -> Iterator[Box]:

@@ -58,7 +58,8 @@ def advice(
     ``answer`` is the format that found few in the responses' token ids, of which -1 are left out; ``option`` sets it.
     """
     spans_of = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
-    missed = next((row for row, span in zip(responses, spans_of[answer], strict=True) if span is None), responses[0])
+    unanswered = [row for row, span in zip(responses, spans_of[answer], strict=True) if span is None]
+    missed = unanswered[0] if unanswered else responses[0]
     end = tokenizer.decode([int(token) for token in missed if token >= 0], skip_special_tokens=True)[-SHOWN:]
     remedies = [
         f"{option}={form.name} ({form.example}) would find one in {count} of {len(responses)}"
@@ -102,6 +103,7 @@ class AnswerCheck:
         """Warn before the first rollout where rows of the data speak of another format, and none of the run's."""
         texts = list(map(str, rows))
         counts = {name: sum(mark in text for text in texts) for name, mark in MARKS.items()}
+        # An expression has no mark by which data would show it: 1, as if it did.
         if self._choice == "ignore" or not self._method.reads_answer or counts.get(self._answer.name, 1):
             return
         for name, count in counts.items():

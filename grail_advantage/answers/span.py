@@ -196,8 +196,12 @@ def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
         members = settings.get("decoders", settings.get("pretokenizers"))
         return [settings] if members is None else [step for member in members for step in flat(member)]
 
-    part = backend.pre_tokenizer if backend.decoder is None else backend.decoder
-    steps = [] if part is None else flat(json.loads(part.__getstate__()))
+    part = backend.decoder
+    if part is None:
+        part = backend.pre_tokenizer
+    steps = []
+    if part is not None:
+        steps = flat(json.loads(part.__getstate__()))
     if backend.decoder is None:
         steps = [step for step in steps if step["type"] in ("ByteLevel", "Metaspace")]
     fused = False

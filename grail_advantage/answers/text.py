@@ -56,17 +56,16 @@ class TokenTexts:
         to_J = np.maximum(to_K[next_J] - (from_K[next_J] - place_J), least_K[next_J])
         starts_T = starts_of(tokens)
         lengths_T = np.array([len(token) for token in tokens], dtype=np.int64)
-        given_T, whole_T = (
-            np.cumsum([len(piece) for piece in pieces])
-            for pieces in ([self._bytes.get(token, b"") for token in token_ids], [token.encode() for token in tokens])
-        )
+        given_T = np.cumsum([len(self._bytes.get(token, b"")) for token in token_ids])
+        whole_T = np.cumsum([len(token.encode()) for token in tokens])
         cut_T = given_T > whole_T  # within a character, which is in the text of a later token
         return list(zip(to_J[starts_T].tolist(), (to_J[starts_T + lengths_T] + cut_T).tolist(), strict=True))
 
 
 def starts_of(texts: Sequence[str]) -> np.ndarray:
     """int64 (T,): where the text of each token begins in the whole."""
-    return np.concatenate([[0], np.cumsum([len(text) for text in texts])])[:-1].astype(np.int64)
+    ends = np.cumsum([len(text) for text in texts])
+    return np.concatenate([[0], ends])[:-1].astype(np.int64)
 
 
 def decode_pieces(pieces: Sequence[bytes]) -> list[str]:

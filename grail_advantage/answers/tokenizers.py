@@ -78,7 +78,9 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
 
     text = "".join(filter(knows, PROBE))
     returned = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
-    return None if returned.removeprefix(" ") == text else (text, returned)
+    if returned.removeprefix(" ") == text:
+        return None
+    return text, returned
 
 
 def save_repaired(path: str, folder: str) -> None:

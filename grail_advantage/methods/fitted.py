@@ -73,6 +73,7 @@ def starts_of_steps(
     starts = [0, *(1 + np.flatnonzero(np.diff(step_T))).tolist()]
     if answer_start is None:
         return starts
+    # Steps from 0, 6 and 11 with an answer from 9 on begin at 0, 6 and 9.
     return [start for start in starts if start < answer_start] + [answer_start]
 
 
@@ -141,7 +142,8 @@ class Fitted(AdvantageMethod):
         trained = r.mask & self.select(r)[:, None] & scores.isfinite().all(dim=1, keepdim=True)
         uniform = r.advantages.double()[:, None].expand(scores.shape)
         # Where every credit is 0 there is nothing to scale.
-        scale = (uniform[trained].square().sum() / scores[trained].square().sum().clamp(min=1e-30)).sqrt()
+        credited = scores[trained].square().sum().clamp(min=1e-30)
+        scale = (uniform[trained].square().sum() / credited).sqrt()
         return scores * scale
 
     def own_figures(self, r: Rollouts) -> dict[str, float]:

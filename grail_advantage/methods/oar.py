@@ -58,7 +58,7 @@ class Oar(Mapped):
     noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0)
     max_perturbations: int | None = option(
         None,
-        "OAR-P: most tokens replaced in a response, evenly spaced, scores between them interpolated; null: all",
+        "OAR-P: most tokens replaced in a response, evenly spaced, the scores between interpolated; null: all",
         ge=1,
     )
     reshaper: str = option("bilevel", "map from scores to weights")
@@ -71,6 +71,7 @@ class Oar(Mapped):
     statistics: Among = option(None, "follows from variant: the tokens that have scores")
     normalize_mass: bool = option(True, "whether a response's weighed tokens have weights that sum to their number")
 
+    # The method may be given by its place: Oar("perturbation").
     def __init__(self, method: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"method": method})
 
@@ -150,7 +151,9 @@ class Oar(Mapped):
         """A forward without noise, a forward with it, and a backward to the noisy embeddings. No hook is left, whatever
         happens."""
         probes = [self.probe_of(row) for row in micro.rows]
-        tokens = torch.cat([row.tokens.roll(-1)[a:b] for row, (a, b) in zip(micro.rows, probes, strict=True)])
+        pairs = zip(micro.rows, probes, strict=True)
+        # The token after each position: the one that its logits predict.
+        tokens = torch.cat([row.tokens.roll(-1)[start:end] for row, (start, end) in pairs])
         counts = [b - a for a, b in probes]
         clean_embeddings = []
 
@@ -247,8 +250,9 @@ def read_probe(logits: Tensor, tokens: Tensor, counts: Sequence[int], probe: str
     compared."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if probe == "answer_joint":
-        log_probs = torch.log_softmax(logits, dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1).cpu().double()
-        return torch.stack([values.mean() for values in log_probs.split(list(counts))])
+        log_probs = torch.log_softmax(logits, dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        of_rows = log_probs.cpu().double().split(list(counts))
+        return torch.stack([values.mean() for values in of_rows])
     mean = torch.stack([values.mean(dim=0) for values in logits.split(list(counts))])
     return torch.log_softmax(mean.cpu().double(), dim=-1)
 

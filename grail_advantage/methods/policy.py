@@ -80,7 +80,7 @@ class Entropy(Mapped):
 
 @register("entropy_bonus")
 class EntropyBonus(Method):
-    """``A_t = A + min(alpha H, |A| / kappa)`` as a weight: an incorrect response's undecided tokens are pushed down
+    """``A_t = A + min(alpha H, |A| / kappa)`` as a weight: incorrect undecided tokens are pushed down
     less."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
@@ -202,8 +202,9 @@ class Steer(Method):
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         s = surprisal(r)
-        # expm1: of a probability near 1 the difference 1 - p would keep few digits.
-        return (r.advantages.double()[:, None] * (-torch.expm1(-s) * (entropy(r) - s))).abs()
+        # Of a probability near 1 the difference 1 - p would keep few digits.
+        rest = -torch.expm1(-s)
+        return (r.advantages.double()[:, None] * (rest * (entropy(r) - s))).abs()
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         x = scores[among].double()

@@ -92,7 +92,7 @@ class Saliency(Mapped):
 
 @register("grail")
 class Grail(Saliency):
-    """``None`` stands for the preset's value."""
+    """``null`` stands for the preset's value."""
 
     formula = "clip(1 + 0.5 z, 0.5, 5), z the response's standardised log || dL/dh * h ||; answer content 5"
     source = "arXiv 2606.04889 (declare-lab/grail, `src/train/grail_trainer.py`, `compute_grail_weights`)"
@@ -114,6 +114,7 @@ class Grail(Saliency):
     content_outside_gate: bool = option(None, "whether answers outside the gate get content_weight")
     normalize_mass: bool = option(None, "whether a response's weights sum to their number, by the preset")
 
+    # The preset may be given by its place: Grail("robust").
     def __init__(self, preset: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"preset": preset})
 

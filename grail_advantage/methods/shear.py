@@ -122,7 +122,8 @@ def sinkhorn_distance(
     unfinished = torch.arange(count, device=cost.device)
     for step in range(1, iterations + 1):
         # v begins as 0 in columns of padding too, which must get no mass.
-        u = log_a - torch.logsumexp(k + torch.where(log_b > -torch.inf, v, -torch.inf)[:, None, :], 2)
+        v = torch.where(log_b > -torch.inf, v, -torch.inf)
+        u = log_a - torch.logsumexp(k + v[:, None, :], 2)
         v = log_b - torch.logsumexp(k + u[:, :, None], 1)
         if step % 10 and step < iterations:
             continue
@@ -226,8 +227,12 @@ def _window_distances(cost: Tensor, bounds: Tensor, opposite_bounds: Tensor, tra
     chunk = CHUNK_ELEMENTS.get(cost.device.type, CHUNK_ELEMENTS["cuda"])
     pairs = torch.cartesian_prod(*(torch.arange(len(size), device=cost.device) for size in sizes))
     distances = []
-    for chunk_of_pairs in pairs.split(max(1, chunk // (tokens[0].shape[1] * tokens[1].shape[1]))):
+    costs_of_pair = tokens[0].shape[1] * tokens[1].shape[1]
+    for chunk_of_pairs in pairs.split(max(1, chunk // costs_of_pair)):
         first, second = chunk_of_pairs.unbind(dim=1)
-        costs = cost[tokens[0][first][:, :, None], tokens[1][second][:, None, :]]
-        distances.append(sinkhorn_distance(costs, sizes[0][first], sizes[1][second], **transport)[0])
+        places = tokens[0][first][:, :, None]
+        opposite_places = tokens[1][second][:, None, :]
+        costs = cost[places, opposite_places]
+        distance, _ = sinkhorn_distance(costs, sizes[0][first], sizes[1][second], **transport)
+        distances.append(distance)
     return torch.cat(distances).view(len(sizes[0]), len(sizes[1]))

@@ -56,7 +56,8 @@ class Pattern(Method):
         texts = TokenTexts(r.tokenizer)
         expression = self._compiled()
         scores = torch.zeros_like(r.mask, dtype=torch.float32)
-        for index in (self.select(r) & self.inside_gate(r)).nonzero().flatten().tolist():
+        of_gate = self.select(r) & self.inside_gate(r)
+        for index in of_gate.nonzero().flatten().tolist():
             tokens = r.tokens[index].numpy()
             mask = r.mask[index].numpy()
             inside = matched(texts(tokens), texts.have_bytes(tokens), expression)

@@ -90,9 +90,11 @@ class MtGrpo(TurnMethod):
 
         t = [float(s.rewards[:-1].sum()) for s in sessions]
         o = [s.rewards[-1] + (s.outcome if self.outcome else 0.0) for s in sessions]
+        sums = np.add(t, o).tolist()
         advantages = []
-        for s, norm_t, norm_o, norm_sum in zip(sessions, norm(t), norm(o), norm(np.add(t, o).tolist()), strict=True):
+        for s, norm_t, norm_o, norm_sum in zip(sessions, norm(t), norm(o), norm(sums), strict=True):
             a = np.full(len(s.rewards), norm_o)
+            # Of a single turn rewards and outcome are one sum.
             a[0] = norm_o + self.alpha * norm_t if len(s.rewards) > 1 else norm_sum
             advantages.append(a)
         return advantages
@@ -116,6 +118,7 @@ class Gigpo(TurnMethod):
     deviation: bool = option(True, DEVIATION)
 
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
+        # Without a discount the first return is the sum of all rewards.
         sums = [s.returns(1.0, outcome=self.outcome)[:1] for s in sessions]
         episode = compare(sums, [["session"]] * len(sums), deviation=self.deviation)
         returns = [s.returns(self.gamma, outcome=self.outcome) for s in sessions]

@@ -168,8 +168,12 @@ def log_probs(logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: floa
 def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
     """Entropy, in nats, of the distribution that each token is drawn from, as :func:`log_probs`."""
     parts = (torch.log_softmax(some_KV.float() / temperature, dim=-1) for some_KV in logits_KV.split(TOGETHER))
-    # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
-    return torch.cat([-torch.where(log_KV == -torch.inf, 0, log_KV.exp() * log_KV).sum(-1) for log_KV in parts])
+    sums = []
+    for log_KV in parts:
+        # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
+        terms_KV = torch.where(log_KV == -torch.inf, 0, log_KV.exp() * log_KV)
+        sums.append(-terms_KV.sum(-1))
+    return torch.cat(sums)
 
 
 def gradient_at(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,8 @@ class HuggingFaceModel:
             # Ranks that have rows gather parameters in each forward, in which this one takes part with two tokens.
             for _ in self.rounds.wait():
                 work(PaddedRows(self, [whole_row(torch.zeros(2, dtype=torch.int64, device=self.device))]))
-        return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
+        in_order = sorted(zip(order, results, strict=True), key=lambda pair: pair[0])
+        return [result for _, result in in_order]
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:

@@ -32,6 +32,7 @@ def checkpointing_in_evaluation(blocks: Sequence[GradientCheckpointingLayer]) ->
     finally:
         for block, attributes in zip(blocks, saved, strict=True):
             block.training = False
+            # What the block did not have as its own goes, so that its class's shows again.
             for name in _CHECKPOINTING:
                 vars(block).pop(name, None)
             vars(block).update(attributes)

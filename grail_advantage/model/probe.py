@@ -133,7 +133,8 @@ def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
     log-probabilities spread by 3.5 are 0.2."""
     found_S = found_S.cpu().double()
     expected_S = expected_S.cpu().double()
-    return float((found_S - expected_S).square().mean().sqrt() / expected_S.std(correction=0).clamp(min=1e-12))
+    spread = expected_S.std(correction=0).clamp(min=1e-12)
+    return float((found_S - expected_S).square().mean().sqrt() / spread)
 
 
 def limit_of(forward: Callable[[], object]) -> float:

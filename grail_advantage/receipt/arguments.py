@@ -51,8 +51,10 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
         if not callable(value := getattr(loss, name)) and value not in choices:
             raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, choices))}")
     steps = batch.updates * batch.epochs
-    if batch.totals_U2 is not None and len(_tensor("totals_U2", batch.totals_U2, (len(batch.totals_U2), 2))) < steps:
-        raise ValueError(f"totals_U2 must be ({steps}, 2): updates x epochs steps")
+    if batch.totals_U2 is not None:
+        totals_U2 = _tensor("totals_U2", batch.totals_U2, (len(batch.totals_U2), 2))
+        if len(totals_U2) < steps:
+            raise ValueError(f"totals_U2 must be ({steps}, 2): updates x epochs steps")
     return replace(batch, **tensors), [_piece(piece, B, T, steps, batch.ranks) for piece in pieces]
 
 

@@ -158,7 +158,9 @@ def _swapped(arrived: Arrived, column: str, implied_NT: torch.Tensor, values_BT:
     moved = int((chosen_N != rows_N).sum())
     bits = WHOLE + NUMBER * moved
     sums_B = values_BT.sum(dim=1)
-    if moved > 1 and torch.allclose(sums_B[rows_N].sort().values, sums_B[chosen_N].sort().values, rtol=1e-3):
+    own_sums_N = sums_B[rows_N].sort().values
+    chosen_sums_N = sums_B[chosen_N].sort().values
+    if moved > 1 and torch.allclose(own_sums_N, chosen_sums_N, rtol=1e-3):
         # A permutation says less than as many free numbers.
         bits = 0.8 * math.log2(math.comb(len(rows_N), moved))
     what = f"{moved} of {len(rows_N)} responses have the {CALLED[column]} of another one"
@@ -177,10 +179,12 @@ def fitting_rows(wanted_NT: torch.Tensor, values_BT: torch.Tensor, rows_N: torch
     """For each response find the one whose values fit best at 64 of its tokens, its own where that fits as well."""
     missing_NT = ~wanted_NT.isfinite()
     # 64 of a response's finite places, evenly: a sort puts these first, in their order.
-    rank_NK = torch.arange(64) * (~missing_NT).sum(dim=1, keepdim=True).clamp(min=1) // 64
+    count_N1 = (~missing_NT).sum(dim=1, keepdim=True).clamp(min=1)
+    rank_NK = torch.arange(64) * count_N1 // 64
     place_NK = missing_NT.to(torch.uint8).argsort(dim=1, stable=True).gather(1, rank_NK)
     wanted_NK = wanted_NT.gather(1, place_NK)
-    fits_BN = ((values_BT[:, place_NK] - wanted_NK).abs() <= near * wanted_NK.abs() + 1e-12).sum(dim=2)
+    away_BNK = (values_BT[:, place_NK] - wanted_NK).abs()
+    fits_BN = (away_BNK <= near * wanted_NK.abs() + 1e-12).sum(dim=2)
     best = fits_BN.max(dim=0)
     own_N = fits_BN[rows_N, torch.arange(len(rows_N))]
     return torch.where(own_N < best.values, best.indices, rows_N)

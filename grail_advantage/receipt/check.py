@@ -246,9 +246,12 @@ class _Table:
         examples = []
         # From the beginning, the middle and the end of what differs, so seldom of one response.
         for k in range(0, len(n), max(1, len(n) // 3))[:3]:
-            key = self.key(int(arrived.rows_N[n[k]]))
-            intended = float(wanted_NT[n[k], t[k]]) + 0.0
-            examples.append((key, int(t[k]), intended, float(arrived.received_NT[n[k], t[k]]) + 0.0))
+            row = int(n[k])
+            token = int(t[k])
+            # + 0.0: no -0.0 in a table.
+            intended = float(wanted_NT[row, token]) + 0.0
+            received = float(arrived.received_NT[row, token]) + 0.0
+            examples.append((self.key(int(arrived.rows_N[row])), token, intended, received))
         times_K = times_NT[at_NT]
         low = None
         high = None
@@ -329,7 +332,8 @@ class _Table:
         def distance(old_NT: torch.Tensor, part: slice = slice(None)) -> float:
             # One enormous ratio must not hide what the others are: it counts as 10.
             away_NT = ((tokens.log_probs - old_NT).clamp(-20, 20).exp() - 1).abs()
-            return float(away_NT[:, part][tokens.mask[:, part]].clamp(max=10).mean().nan_to_num(10.0))
+            away_K = away_NT[:, part][tokens.mask[:, part]]
+            return float(away_K.clamp(max=10).mean().nan_to_num(10.0))
 
         size = distance(tokens.old)
         if size <= NOISE:
@@ -349,7 +353,8 @@ class _Table:
             name = "swapped"
         else:
             name = "stale"
-        at_NT = first_N[:, None] & arrived.mask_NT & ((arrived.tokens.log_probs - arrived.tokens.old).abs() > NOISE)
+        moved_NT = (arrived.tokens.log_probs - arrived.tokens.old).abs() > NOISE
+        at_NT = first_N[:, None] & arrived.mask_NT & moved_NT
         what = f"the first ratios are {size:.3g} from 1 in the mean"
         self.add(name, what, at_NT, size, wanted_NT=arrived.value(old=arrived.tokens.log_probs))
 
@@ -364,7 +369,9 @@ class _Table:
         # Beside the usual factor: the gradient of a scaled loss is rounded as well.
         away_NT = (arrived.received_NT / factor - arrived.wanted_NT).abs()
         small = int((differs_NT & (away_NT <= ROUNDED * arrived.wanted_NT.abs())).sum())
-        self.rounding = 2 * small > int((differs_NT & (arrived.received_NT != 0) & (arrived.wanted_NT != 0)).sum())
+        # What received nothing, or should have, was not rounded.
+        comparable_NT = differs_NT & (arrived.received_NT != 0) & (arrived.wanted_NT != 0)
+        self.rounding = 2 * small > int(comparable_NT.sum())
         self.tell(self.explanation())
 
     def left(self, value_NT: torch.Tensor, factor_N1: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -473,7 +480,8 @@ class _Table:
                     rest_NT = rest_NT | kinds.pop(kind)
         if best.name and not (rest == "stale" and best.name == "unclipped"):
             left_NT = torch.stack(list(best.remaining.values())).any(dim=0)
-            nearer_NT = 3 * (got_NT - best.value_NT).abs() < (arrived.received_NT - arrived.wanted_NT).abs()
+            away_NT = (arrived.received_NT - arrived.wanted_NT).abs()
+            nearer_NT = 3 * (got_NT - best.value_NT).abs() < away_NT
             changed_NT = arrived.off(best.value_NT, arrived.wanted_NT)
             self.add(best.name, best.what, changed_NT & (nearer_NT | ~left_NT))
         self.tell_factor(best)
@@ -597,4 +605,7 @@ def distance(values_K: torch.Tensor, part_K: torch.Tensor) -> float:
     """The largest one between the distribution functions of a part and of the rest (Kolmogorov and Smirnov)."""
     # Example: values 1 2 3 4 of which the part has 1 2: its function is 1 at 2, where the rest's is 0.
     part_K = part_K[values_K.argsort()].double()
-    return float((part_K.cumsum(0) / part_K.sum() - (1 - part_K).cumsum(0) / (1 - part_K).sum()).abs().max())
+    rest_K = 1 - part_K
+    of_part_K = part_K.cumsum(0) / part_K.sum()
+    of_rest_K = rest_K.cumsum(0) / rest_K.sum()
+    return float((of_part_K - of_rest_K).abs().max())

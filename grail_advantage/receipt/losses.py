@@ -58,6 +58,7 @@ def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: fl
     )
     clip = {"low": low, "high": high}
     dppo = clip | {"cap": settings_given.get("clip_ratio_c", 20.0)}
+    # bound: verl clamps log-ratios to 20 either way before exp().
     account, settings = {
         "vanilla": ("clip", clip | {"cap": settings_given.get("clip_ratio_c", 3.0), "bound": 20}),
         "gspo": ("gspo", clip),
@@ -213,8 +214,12 @@ def _dppo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     old = t.old.exp()
     moved = (new - old).abs()
     if o["divergence"] == "kl":
-        moved = old * (t.old - log_new) + (1 - old) * ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
-    left_out = torch.where(t.advantages > 0, (moved > o["high"]) & (new > old), (moved > o["low"]) & (new < old))
+        moved_otherwise = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+        moved = old * (t.old - log_new) + (1 - old) * moved_otherwise
+    too_high = (moved > o["high"]) & (new > old)
+    too_low = (moved > o["low"]) & (new < old)
+    left_out = torch.where(t.advantages > 0, too_high, too_low)
+    # verl's clamps, of the log-ratio and then of the ratio.
     ratio = t.log_ratio.detach().clamp(-20, 20).exp().clamp(max=o["cap"])
     return -torch.where(left_out, 0.0, ratio * t.advantages * t.log_probs) * t.weights
 
@@ -223,7 +228,8 @@ def _geo_mean(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """arXiv:2507.20673: the geometric mean of clamped ratios, one advantage a response."""
     sign = t.advantages.sign()
     weight = t.row_mean((t.weights + 1e-10).log()).exp()
-    bounded = sign * torch.minimum(sign * t.log_ratio, sign * t.log_ratio.clamp(-o["low"], o["high"]))
+    clipped = t.log_ratio.clamp(-o["low"], o["high"])
+    bounded = sign * torch.minimum(sign * t.log_ratio, sign * clipped)
     return -(t.row_mean(t.advantages) * weight * t.row_mean(bounded).exp()).expand_as(sign)
 
 
@@ -231,8 +237,11 @@ def _vespo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     """TRL: a gamma weight of the response's whole ratio, importance weights included."""
     least = math.log(1e-8)
     log_ratio = t.log_ratio.detach()
-    moved = (t.row_sum(log_ratio.clamp(-20, 20)) + t.row_sum(t.weights.log().clamp(least, 20))).clamp(least, 20)
-    k, rate = (torch.where(t.advantages >= 0, o[f"{name}_pos"], o[f"{name}_neg"]) for name in ("k", "lambda"))
+    moved = t.row_sum(log_ratio.clamp(-20, 20)) + t.row_sum(t.weights.log().clamp(least, 20))
+    moved = moved.clamp(least, 20)
+    is_correct = t.advantages >= 0
+    k = torch.where(is_correct, o["k_pos"], o["k_neg"])
+    rate = torch.where(is_correct, o["lambda_pos"], o["lambda_neg"])
     return -(rate + k * moved - rate * moved.exp()).exp() * t.advantages * t.log_probs
 
 
@@ -250,6 +259,7 @@ def _kl_cov(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
 FORMULAS: Mapping[str, Callable[[Tokens, Mapping[str, Any]], torch.Tensor]] = {
     "clip": lambda t, o: _clip(t, o, _ratio(t, o)),
     # arXiv:2507.18071, the token form: the response's ratio for the token's own advantage
+    # verl clamps the log-ratio at 10
     "gspo": lambda t, o: _clip(
         t, o, (t.row_mean(t.log_ratio).detach() + t.log_probs - t.log_probs.detach()).clamp(max=10).exp()
     ),

@@ -74,6 +74,8 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
     # Records of older versions do not say it.
     trained = [record.get("trained") for record in records]
     responses = [record["responses"] for record in records if record.get("responses")]
+    # Mismatches first, then what covers most tokens.
+    order = sorted(lines, key=lambda key: (key[0], -lines[key]["tokens"], key[1]))
     return {
         "receipts": len(records),
         "steps": sum(record["updates"] for record in records),
@@ -83,7 +85,7 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
         "clipped": clipped,
         "losses": sorted({record["loss"] for record in records if record["loss"]}),
         "seen_from": max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
-        "findings": [lines[key] for key in sorted(lines, key=lambda key: (key[0], -lines[key]["tokens"], key[1]))],
+        "findings": [lines[key] for key in order],
     }
 
 

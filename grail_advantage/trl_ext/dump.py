@@ -205,6 +205,7 @@ class GenerationDump(TrainerCallback):
                 parts = [replace(part, rollouts=rollouts)]
                 if self._generation is not None and self._dump.measures(step):
                     self._generation.measured = rows, rollouts
+        # Outside of the attempt: where one process failed, the others still gather.
         parts = gather_object(parts)
         if is_main:
             self._dump.write(step, self._update, parts, rows_in_step=len(groups))

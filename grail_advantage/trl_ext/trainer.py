@@ -231,6 +231,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             row[: len(tool_mask)] &= torch.tensor(tool_mask, dtype=torch.bool)
         last = ids.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
         count = len(inputs)
+        # TRL's rewards are of all processes, of which this one has a part.
         places = self.accelerator.process_index * count + torch.arange(count)
         unjudged = self._unjudged[places]
         rewards = self.reward_sums[places].masked_fill(unjudged, torch.nan).double()

@@ -227,6 +227,7 @@ class WeighingTrainer:
             mask=mask_BT,
             written=written_BT.bool(),
             advantages=advantages_B,
+            # _sums() refuses several outputs a session, which other methods may have.
             rewards=_sums(keys, rewards_BT, method) if "rewards" in reads else None,
             tokenizer=self.tokenizer,
             answer=settings.answer,

@@ -71,7 +71,9 @@ def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHead
         raise ValueError(
             f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}{listed}"
         )
-    return header, files[0].table().slice(min(places, key=lambda place: rows[place]["no_scores"] is not None), 1)
+    # False comes before True: the first with scores, else the first.
+    place = min(places, key=lambda place: rows[place]["no_scores"] is not None)
+    return header, files[0].table().slice(place, 1)
 
 
 def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
@@ -91,12 +93,15 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     named = zip(row["token_ids"], row["tokens"], strict=True)
     # A token without text and name shows that it is there.
     texts = [visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}")) for token, text in named]
-    wrong = range(*(range_of(json.loads(row["labels"] or "{}").get("wrong_step"), len(texts)) or (0, 0)))
+    labels = json.loads(row["labels"] or "{}")
+    wrong = range(*(range_of(labels.get("wrong_step"), len(texts)) or (0, 0)))
     lines = list(wrap(texts, columns))
     half = _LINES // 2
     if len(lines) > _LINES:
         holds = (number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line))
-        second = min(max(half, next(holds, len(lines)) - 1), len(lines) - half)
+        # The line before the incorrect step, so that it begins in sight; without one the end.
+        second = next(holds, len(lines)) - 1
+        second = min(max(half, second), len(lines) - half)
         lines = [*lines[:half], *lines[second : second + half]]
     block = _LINE + _STRIP * len(strips) + 5
     wide = 72 * width

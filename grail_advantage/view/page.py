@@ -85,7 +85,8 @@ def write_report(
     runs = [open_run(run) for run in (folder, *against)]
     for run in (opened for opened in runs if not opened.dump.files):
         logger.warning("%s: no step was dumped, so that the report has its curves alone", visible(str(run.folder)))
-    path = Path(output or runs[0].folder / _file_name([str(run.folder.resolve()) for run in runs[1:]]))
+    name = _file_name([str(run.folder.resolve()) for run in runs[1:]])
+    path = Path(output or runs[0].folder / name)
     page = render(runs, rollouts, megabytes)
     try:
         write_whole(path, page)
@@ -114,7 +115,9 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     wholes = [Whole(run, number) for number, run in enumerate(runs)]
     # What a run leaves of its share goes to those after it.
     for remaining, of_run in zip(range(len(runs), 0, -1), wholes, strict=True):
-        of_run.read(held, (rollouts - len(held.rows)) / remaining, (room - held.size) / remaining)
+        rollouts_of_run = (rollouts - len(held.rows)) / remaining
+        room_of_run = (room - held.size) / remaining
+        of_run.read(held, rollouts_of_run, room_of_run)
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
     methods = compared or [name for name, _ in wholes[0].places][:1] or ["weights"]
     places = {
@@ -132,8 +135,12 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         "version": __version__,
     }
     text = (resources.files("grail_advantage.view") / "page.html").read_text(encoding="utf-8")
-    style, script = (re.findall(rf"<{tag}>(.*?)</", text, re.DOTALL)[0] for tag in ("style", 'script type="module"'))
-    hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (script, style)]
+    style = re.findall("<style>(.*?)</", text, re.DOTALL)[0]
+    script = re.findall('<script type="module">(.*?)</', text, re.DOTALL)[0]
+    hashes = []
+    for part in (script, style):
+        digest = hashlib.sha256(part.encode()).digest()
+        hashes.append(base64.b64encode(digest).decode())
     blocks = [f'<script type="text/plain" id="r{i}">{block}</script>' for i, block in enumerate(held.blocks)]
     parts = {
         "POLICY": "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; "
@@ -194,6 +201,7 @@ class Held:
                 entry["updates"] = len(row["updates"])
             rows.append(entry)
             named = zip(row["tokens"], row["token_ids"], strict=True)
+            # Special tokens have no text, and are shown by their names.
             texts = [text or header.special_tokens.get(token, "") for text, token in named]
             special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
             values = ",".join(
@@ -235,13 +243,16 @@ class Held:
                         scored = values[np.isfinite(scores)]
                     self._sample(f"scored {overlay}", scored)
         columns["mask"] = json_arrays(*flat(table["mask"]))
-        inner = json_arrays(*flat(pa.chunked_array([table["by_update"].combine_chunks().flatten()])))
+        steps = table["by_update"].combine_chunks().flatten()
+        inner = json_arrays(*flat(pa.chunked_array([steps])))
         of_rows = pairwise(flat(table["by_update"])[1])
         columns["by_update"] = [f"[{','.join(map(str, inner[start:end]))}]" for start, end in of_rows]
         return columns
 
     def _sample(self, overlay: str, values: Sequence[float] | np.ndarray) -> None:
-        self.samples[overlay].append(np.asarray(values[:: max(1, len(values) // 5000)], dtype=np.float64))
+        # The ends of a scale need no more than some thousands.
+        interval = max(1, len(values) // 5000)
+        self.samples[overlay].append(np.asarray(values[::interval], dtype=np.float64))
 
 
 _POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])  # by exponent, negative ones from the end
@@ -252,7 +263,8 @@ def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
     not finite: a text a response, ``None`` where it has no values. ``offsets``: where each begins, and the end."""
     # 0.0123456 has the exponent -2: times 10^5 it is 1235, which gives 0.01235.
     safe = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
-    scale = _POWERS[3 - np.floor(np.log10(np.abs(safe))).astype(np.int64)]
+    exponents = np.floor(np.log10(np.abs(safe))).astype(np.int64)
+    scale = _POWERS[3 - exponents]
     # As float32, which arrow prints in as few digits as it needs.
     rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(np.float32)
     words = pc.fill_null(pa.array(rounded, from_pandas=True).cast(pa.string()), "null")
@@ -314,17 +326,20 @@ class Whole:
             if not chosen:
                 size = max(1.0, _BYTES * len(flat(table["mask"])[0]) / len(first))
                 count = min(len(files), rollouts * len(first) // len(table), room // size)
-                chosen = np.linspace(0, len(files) - 1, max(1, int(count))).round().astype(int).tolist()
+                places = np.linspace(0, len(files) - 1, max(1, int(count)))
+                chosen = places.round().astype(int).tolist()
             if place not in chosen:
                 continue
             # What earlier files left of their share goes to the later ones.
             share = (chosen.index(place) + 1) / len(chosen)
             fit = 1 + int(max(0, 3 * (begin + room * share - held.size) / size))  # groups, by a third of the size
             groups = np.argsort(first)[:fit]
-            table = file.table(_OF_ROLLOUTS, int(np.flatnonzero(np.isin(group_N, groups)).max()) + 1)
+            last = int(np.flatnonzero(np.isin(group_N, groups)).max())
+            table = file.table(_OF_ROLLOUTS, last + 1)
             for group in groups:
                 rows = np.flatnonzero(group_N[: len(table)] == group)
-                full = not len(rows) or (held.rows and len(held.rows) - start + len(rows) > rollouts * share)
+                held_then = len(held.rows) - start + len(rows)
+                full = not len(rows) or (held.rows and held_then > rollouts * share)
                 if full or not held.add(header, table.take(rows), self.number, self.signed, begin + room * share):
                     break
         self.held = len(held.rows) - start
@@ -339,8 +354,9 @@ class Whole:
             scored = of_method["no_scores"].is_null().to_numpy()
             for outcome in np.unique(outcomes[scored]).tolist():
                 means_NK = of_file[scored & (outcomes == outcome)]
-                self.places[name, outcome] += [np.nansum(means_NK, axis=0), np.isfinite(means_NK).sum(axis=0)]
-                self.scored[name, outcome] += int(np.isfinite(means_NK).any(axis=1).sum())
+                known_NK = np.isfinite(means_NK)
+                self.places[name, outcome] += [np.nansum(means_NK, axis=0), known_NK.sum(axis=0)]
+                self.scored[name, outcome] += int(known_NK.any(axis=1).sum())
         self.responses += len(table)
         effect, advantage, mask = (flat(table[name])[0] for name in ("effect", "advantage", "mask"))
         if len(effect) == len(advantage):
@@ -409,7 +425,8 @@ def _limits(samples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float]:
     ratios = np.abs(np.log(weights[weights > 0]))  # to 1, either way
     limits["weight"] = 4.0
     if ratios.any():
-        limits["weight"] = np.exp(np.clip(np.quantile(ratios, 0.98), np.log(1.1), np.log(4)))
+        largest = np.quantile(ratios, 0.98)
+        limits["weight"] = np.exp(np.clip(largest, np.log(1.1), np.log(4)))
     return {name: float(f"{limit:.2g}") for name, limit in limits.items()}
 
 
@@ -458,7 +475,9 @@ def model_ranges(tool: list[Any], length: int) -> list[tuple[int, int]]:
             return [(0, length)] * (length > 0)
         edges += bounds
     edges.append(length)
-    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+    # Others may write first, last, or twice in a row: what lies between is empty then.
+    ranges = zip(edges[::2], edges[1::2], strict=True)
+    return [(start, end) for start, end in ranges if start < end]
 
 
 def rewards_of_turns(rewards: list[Any], count: int, align: str | None) -> list[float | None]:
@@ -491,6 +510,7 @@ def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | Non
 
 def range_of(label: Any, length: int) -> tuple[int, int] | None:
     """A label as two places among ``length`` tokens, half-open; ``None`` where it is nothing of that kind."""
+    # Not isinstance(): a label may hold true.
     if not (isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label)):
         return None
     start, end = label

@@ -19,7 +19,8 @@ def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     """A list column's values end to end, and where each list begins and the last ends, int32; a null is an empty list."""
     array = column.combine_chunks()
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
-    return array.flatten().to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return array.flatten().to_numpy(zero_copy_only=False), offsets
 
 
 def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
@@ -66,6 +67,7 @@ def profiles(table: pa.Table) -> np.ndarray:
     rows = len(table)
     lengths_N = np.diff(offsets)
     span, of_span = flat(table["span"])
+    # A copy, in which the reasoning before an answer ends earlier.
     ends_N = offsets[1:].copy()
     answered_N = np.diff(of_span) > 0
     ends_N[answered_N] = offsets[:-1][answered_N] + span[of_span[:-1][answered_N]]
@@ -77,4 +79,6 @@ def profiles(table: pa.Table) -> np.ndarray:
     cell_R = row_R * BINS + (2 * rank_R + 1) * BINS // (2 * tokens_N[row_R])
     sums = np.bincount(cell_R, flat(table["weight"])[0][inside_T], minlength=rows * BINS)
     count = np.bincount(cell_R, minlength=rows * BINS)
-    return np.divide(sums, count, out=np.full(rows * BINS, np.nan), where=count > 0).reshape(rows, BINS)
+    means = np.full(rows * BINS, np.nan)
+    np.divide(sums, count, out=means, where=count > 0)
+    return means.reshape(rows, BINS)

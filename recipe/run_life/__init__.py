@@ -137,6 +137,7 @@ def _digest(path: Path) -> str:
             if size <= WHOLE:
                 digest.update(hashlib.file_digest(content, "blake2b").digest())
             else:
+                # Weights of many GB, read whole, would hold up each start.
                 digest.update(content.read(PART))
                 content.seek(-PART, os.SEEK_END)
                 digest.update(content.read(PART))

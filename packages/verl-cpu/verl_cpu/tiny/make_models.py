@@ -91,6 +91,7 @@ class WarmUpSettings:
     def learning_rate_of(self, step: int) -> float:
         """Returns the learning rate of a step, by its number, from 1 on."""
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / self.steps))
+        # It rises over the first sixteenth of the steps.
         return self.learning_rate * (min(1.0, 16 * step / self.steps) * cosine)
 
 
@@ -115,6 +116,7 @@ def warm_up(
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
     batches = ([written(problem) for problem in problems] for problems in chosen)
     for step, loss in fine_tune(model, tokenizer, batches, settings.learning_rate_of):
+        # The last step is judged in any case: its figures are returned.
         if step != settings.steps and step % settings.evaluate_every:
             continue
         greedy = judge(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)["right"]
@@ -228,6 +230,7 @@ def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:
         return prompt_ids(tokenizer, problem), rest
 
     def learning_rate(step: int) -> float:
+        # It rises over 20 steps, and falls to a tenth.
         return settings.learning_rate * min(1.0, step / 20) * (1.1 - step / settings.steps)
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))

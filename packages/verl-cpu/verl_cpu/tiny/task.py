@@ -159,8 +159,10 @@ def find_errors(problem: Problem, response: str) -> list[StepError]:
     errors = []
     value = problem.first
     step = 0
+    # What is behind the last box is no reasoning.
     for match in STEP.finditer(response, 0, reasoning_end):
         left_side, operator, term, result = match.groups()
+        # A step after the problem's last is one too many.
         expected = problem.steps[step] if step < len(problem.steps) else None
         written_left = f"{left_side}{operator}{term}"
         wanted_left = f"{value}{expected[0]}{expected[1]}" if expected else ""

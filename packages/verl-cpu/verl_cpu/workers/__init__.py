@@ -33,6 +33,7 @@ def start(config: Any, modules: Sequence[str] = ()) -> None:
     if OmegaConf.select(config, PY_EXECUTABLE) is not None:
         return
     configured = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars", default={})
+    # As Ray would start a worker: verl's variables, then those of the configuration.
     environment = {**os.environ, **get_ppo_ray_runtime_env(config).get("env_vars", {}), **configured}
     OmegaConf.update(config, PY_EXECUTABLE, serve(environment, modules), force_add=True)
 

@@ -64,6 +64,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> dict[str, Any] | N
                 connection.sendall(b".")
                 connection.detach()  # open until the fork ends
                 return request
+            # The fork has its own copies of these.
             connection.close()
             for file in files:
                 os.close(file)
