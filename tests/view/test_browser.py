@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump, write_received, write_step
+from grail_advantage.maps import log_zscore
 from grail_advantage.receipt import Finding
 from grail_advantage.view.page import write_report
 from tests.dumps import dump_row, received_header, table_of
@@ -113,6 +115,28 @@ def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open) -> None:
     assert "in the incorrect step" in page.locator("#readout").inner_text()
     plots = page.locator("#profiles figure")
     assert plots.count() == 3 and plots.first.locator("polyline").count() == 3
+
+
+@pytest.mark.parametrize("statistics", ["response", "reasoning"])
+def test_a_tokens_own_sum_gives_its_weight(statistics: str, tmp_path: Path, opened: Open) -> None:
+    """As the map computes it, over the tokens that it compares; the answer's weights are none of a sum."""
+    scores = torch.tensor([[1e-4, 0.02, 0.5, 0.03, 40.0, 0.01, 1e-7, 2.0]])
+    answer = (5, 6, 7, 8)
+    compared = torch.arange(8)[None] < (8 if statistics == "response" else answer[0])
+    weights = log_zscore(scores, compared).values[0]
+    shared = {"control": "none", "normalize_mass": False, "statistics": statistics, "reshaper": "log_zscore"}
+    bounds = {"weight_mean": 1.0, "weight_std": 0.5, "weight_min": 0.5, "weight_max": 5.0}
+    row = dump_row(weights.tolist(), score_T=scores[0].numpy(), span=answer)
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail", options=shared | bounds), table_of([row]))
+    page = opened(write_report(tmp_path), link(row))
+    for t in range(8):
+        page.locator(".t").nth(t).hover()
+        words = page.locator("#readout").inner_text().replace("\u2212", "-")
+        total = re.search(r"0\.5 z = ([-\d.]+), within ([\d.]+) to ([\d.]+)", words)
+        assert bool(total) == (t < answer[0]), words
+        if total:
+            value, low, high = map(float, total.groups())
+            assert min(max(value, low), high) == pytest.approx(float(weights[t]), rel=1e-2)
 
 
 def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
