@@ -20,7 +20,9 @@ from grail_advantage.text_io import say, visible
 try:
     from bench import convert, credit, fit, sample, table, values
 except ModuleNotFoundError as error:
-    raise SystemExit(f"bench: {error}; run `pip install -e '.[bench]' -e packages/verl-cpu` in the clone") from error
+    raise SystemExit(
+        f"bench: {error}; run `pip install -e '.[bench]' -e packages/verl-cpu` in the clone"
+    ) from error
 
 COMMANDS = {"convert": convert.main, "fit": fit.main, "sample": sample.main, "values": values.main}
 

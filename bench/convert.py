@@ -56,7 +56,13 @@ def main(arguments: Sequence[str]) -> None:
         lines = [line_of(record) for _, record in json_lines(source)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{source}: is not of the format processbench ({error!r})") from error
-    usable = [json.dumps(line, ensure_ascii=False) for sort, line in lines if sort in ("errors", "controls")]
+    usable = [
+        json.dumps(line, ensure_ascii=False)
+        for sort, line in lines
+        if sort in ("errors", "controls")
+    ]
     random.Random(0).shuffle(usable)
     write_whole(out, "\n".join([*usable, ""]))
-    print(f"{out}: {', '.join(f'{count} {sort}' for sort, count in Counter(sort for sort, _ in lines).items())}")
+    print(
+        f"{out}: {', '.join(f'{count} {sort}' for sort, count in Counter(sort for sort, _ in lines).items())}"
+    )

@@ -20,7 +20,17 @@ from scipy import stats
 
 from bench.places import Label, Record, TokenAdvantages, record_of, step_means, token_advantages
 from bench.statistics import Estimate, holm, jackknife, mean_of
-from bench.table import CONTROLS, FEW, FEWEST, NOTHING, NUMBER, SIGNIFICANT, cell, figures_of, kind_of
+from bench.table import (
+    CONTROLS,
+    FEW,
+    FEWEST,
+    NOTHING,
+    NUMBER,
+    SIGNIFICANT,
+    cell,
+    figures_of,
+    kind_of,
+)
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.text_io import table
 
@@ -52,7 +62,9 @@ class Case:
 
     row: DumpRow
     advantage: float
-    label: Label  # its steps before the answer; the one to blame: that of the largest significant loss
+    label: (
+        Label  # its steps before the answer; the one to blame: that of the largest significant loss
+    )
     step_T: np.ndarray  # int; of all tokens
     credit_J: np.ndarray
     halves_2J: np.ndarray  # the credit by either half of the continuations
@@ -103,7 +115,9 @@ def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
         loss = largest_loss(credit_3J[2, :steps], right)
     kind_T = np.array([kind_of(piece) for piece in row.tokens])
     label = Label(np.where(step_T < steps, step_T, -1), kind_T, loss)
-    case = Case(row, advantage, label, step_T, credit_3J[2], credit_3J[:2], steps, token_advantages(row))
+    case = Case(
+        row, advantage, label, step_T, credit_3J[2], credit_3J[:2], steps, token_advantages(row)
+    )
     case = case.by(BASE, np.full(len(row), advantage))
     case = case.by(EARLIER, advantage * np.arange(len(row), 0, -1))
     return case.by(KIND, advantage * (kind_T == NUMBER))
@@ -122,7 +136,9 @@ def read(folder: Path) -> tuple[list[Case], Counter[str]]:
         try:
             case = case_of(row)
         except (TypeError, ValueError, LookupError) as error:
-            raise ValueError(f"{folder}: the values of {row.key} are not those of bench values ({error!r})") from error
+            raise ValueError(
+                f"{folder}: the values of {row.key} are not those of bench values ({error!r})"
+            ) from error
         if not case.advantage:
             counts["with advantage 0"] += 1
         elif case.steps < LEAST:
@@ -137,7 +153,9 @@ def read(folder: Path) -> tuple[list[Case], Counter[str]]:
     return cases, counts
 
 
-def correlation(cases: Sequence[Case], triples: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
+def correlation(
+    cases: Sequence[Case], triples: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
+) -> np.ndarray:
     """Over all problems, then without each of them, (1 + P,), for :func:`bench.statistics.jackknife`: 0 where nothing differs,
     NaN where the square of the credit is not above its noise.
 
@@ -146,7 +164,10 @@ def correlation(cases: Sequence[Case], triples: Sequence[tuple[np.ndarray, np.nd
         triples: of each the values that are compared, the credit, and the credit by the halves, (2, ...).
     """
     # The product of the halves has no noise on average; the square of the credit would.
-    parts = [(values @ credit, values @ values, halves[0] @ halves[1]) for values, credit, halves in triples]
+    parts = [
+        (values @ credit, values @ values, halves[0] @ halves[1])
+        for values, credit, halves in triples
+    ]
     sums_P3 = pd.DataFrame(parts).groupby([case.problem for case in cases]).sum().to_numpy()
     square = mean_of(sums_P3[:, 2])
     if not (square.value > 0 and square.p < SIGNIFICANT):
@@ -163,17 +184,24 @@ def centred(values: np.ndarray) -> np.ndarray:
 
 def within(cases: Sequence[Case], name: str) -> list[Estimate]:
     """The correlation of step means with the credit within responses, and of what place does not explain."""
-    means = [centred(step_means(case.methods[name].advantage_T, case.label.step_T)) for case in cases]
+    means = [
+        centred(step_means(case.methods[name].advantage_T, case.label.step_T)) for case in cases
+    ]
     pairs = list(zip([case.problem for case in cases], means, strict=True))
     beyond = []
     for problem, mean_M in pairs:
-        peers = [peer_M for its_problem, peer_M in pairs if len(peer_M) == len(mean_M) and its_problem != problem]
+        peers = [
+            peer_M
+            for its_problem, peer_M in pairs
+            if len(peer_M) == len(mean_M) and its_problem != problem
+        ]
         # Without a peer it is compared with itself, and adds nothing.
         beyond.append(mean_M - np.mean(peers or [mean_M], axis=0))
     credits = [case.credit_J[: case.steps] for case in cases]
     halves = [centred(case.halves_2J[:, : case.steps]) for case in cases]
     return [
-        jackknife(correlation(cases, list(zip(values, credits, halves, strict=True)))) for values in (means, beyond)
+        jackknife(correlation(cases, list(zip(values, credits, halves, strict=True))))
+        for values in (means, beyond)
     ]
 
 
@@ -181,7 +209,13 @@ def cosine(cases: Sequence[Case], name: str) -> np.ndarray:
     """:func:`correlation` of token advantages with the credit."""
     triples = []
     for case in cases:
-        triples.append((case.methods[name].advantage_T, case.credit_J[case.step_T], case.halves_2J[:, case.step_T]))
+        triples.append(
+            (
+                case.methods[name].advantage_T,
+                case.credit_J[case.step_T],
+                case.halves_2J[:, case.step_T],
+            )
+        )
     return correlation(cases, triples)
 
 
@@ -192,7 +226,9 @@ def records_of(cases: Sequence[Case], name: str) -> list[Record]:
         labels = [replace(case.label, step=None)] if case.advantage < 0 else []
         if case.label.step is not None:
             labels.append(case.label)
-        records += [record_of(number, case.problem, case.methods[name], label, number) for label in labels]
+        records += [
+            record_of(number, case.problem, case.methods[name], label, number) for label in labels
+        ]
     return records
 
 
@@ -248,7 +284,11 @@ def report(folder: Path) -> str:
         words = verdicts(of_methods)
     rows.update(of_methods)
     # A column without any figure, such as of credit that is not above its noise, is left out.
-    columns = [column for column in rows[NOISE] if not all(math.isnan(row[column].value) for row in rows.values())]
+    columns = [
+        column
+        for column in rows[NOISE]
+        if not all(math.isnan(row[column].value) for row in rows.values())
+    ]
     cells = []
     for name, row in rows.items():
         of_columns = [cell(row.get(column), signed="AUROC" not in column) for column in columns]

@@ -38,7 +38,9 @@ def features_of(case: Case) -> np.ndarray:
 
 def ridge(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     """Coefficients (F,) of these features, 0 of the others; every token counts once."""
-    input_NF = np.concatenate([abs(case.advantage) * features_of(case)[case.step_T][:, columns] for case in cases])
+    input_NF = np.concatenate(
+        [abs(case.advantage) * features_of(case)[case.step_T][:, columns] for case in cases]
+    )
     credit_N = np.concatenate([case.credit_J[case.step_T] for case in cases])
     # Where all advantages have one size, the constant has the deviation 0.
     deviation_F = input_NF.std(axis=0) + 1e-9
@@ -57,7 +59,9 @@ def predicted(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     keys = list(zip(signs, parts.tolist(), strict=True))
     fits = {}
     for sign, part in set(keys):
-        rest = [case for case, key in zip(cases, keys, strict=True) if key[0] == sign and key[1] != part]
+        rest = [
+            case for case, key in zip(cases, keys, strict=True) if key[0] == sign and key[1] != part
+        ]
         fits[sign, part] = ridge(rest, columns)
     fitted = []
     for case, key in zip(cases, keys, strict=True):
@@ -81,9 +85,15 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
     by_place = predicted(cases, PLACE)
     gains = [jackknife(by_fit - by_other) for by_other in (by_uniform, by_place)]
     figures = [cell(jackknife(of_one)) for of_one in (by_fit, by_uniform, by_place)]
-    summary = "cosine with the credit of other problems: fitted {}, uniform {}, place alone {}".format(*figures)
+    summary = (
+        "cosine with the credit of other problems: fitted {}, uniform {}, place alone {}".format(
+            *figures
+        )
+    )
     if not all(gain.value > gain.half for gain in gains):  # NaN where credit is not above its noise
-        raise ValueError(f"{origin}: {summary}; not shown to be above both, so nothing is written; give more problems")
+        raise ValueError(
+            f"{origin}: {summary}; not shown to be above both, so nothing is written; give more problems"
+        )
     features_NF = np.concatenate([features_of(case) for case in cases])
     settings = cases[0].row.labels["values"]["settings"]
     result = Fit(
@@ -103,7 +113,9 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench fit FOLDER OUT``; ValueError where nothing is written."""
     if len(arguments) != 2:
-        raise ValueError("fit takes a folder of analyze and the file to write: python -m bench fit FOLDER OUT")
+        raise ValueError(
+            "fit takes a folder of analyze and the file to write: python -m bench fit FOLDER OUT"
+        )
     folder, out = map(Path, arguments)
     result, text = fit(read(folder)[0], str(folder))
     write_whole(out, result.model_dump_json(indent=1))

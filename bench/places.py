@@ -74,17 +74,23 @@ def step_means(values_T: np.ndarray, step_T: np.ndarray) -> np.ndarray:
 def by_step(blame_T: np.ndarray, label: Label) -> np.ndarray:
     """AUROC of each step, (M,)."""
     means_M = step_means(blame_T, label.step_T)
-    means_M = np.round(means_M / (np.abs(means_M).max() or 1), 9)  # equal values have means that differ by rounding
+    means_M = np.round(
+        means_M / (np.abs(means_M).max() or 1), 9
+    )  # equal values have means that differ by rounding
     above_MM = np.sign(means_M[:, None] - means_M) / 2 + 0.5
     # A step and itself are a tie, 0.5, which is no comparison.
     return (above_MM.sum(axis=1) - 0.5) / (len(means_M) - 1)
 
 
-def record_of(id: Any, problem: Any, advantages: TokenAdvantages, label: Label, number: int) -> Record:
+def record_of(
+    id: Any, problem: Any, advantages: TokenAdvantages, label: Label, number: int
+) -> Record:
     """A method's record; ``number`` of the response, from which the random numbers of the shuffles follow."""
     blame_T = -advantages.advantage_T
     auroc_M = by_step(blame_T, label)
-    about = Record(id=id, problem=problem, no_scores=advantages.no_scores, step=label.step, auroc_M=auroc_M)
+    about = Record(
+        id=id, problem=problem, no_scores=advantages.no_scores, step=label.step, auroc_M=auroc_M
+    )
     if label.step is None:
         return about
     # By the response's number, so that every method is shuffled alike.
@@ -102,7 +108,9 @@ def record_of(id: Any, problem: Any, advantages: TokenAdvantages, label: Label, 
     for kind in np.unique(label.kind_T[compared_T]):
         alike_T = compared_T & (label.kind_T == kind)
         kinds_T[alike_T] = blame_T[alike_T].mean()
-    return replace(about, shuffled=float(shuffled_S.mean()), kinds=float(by_step(kinds_T, label)[label.step]))
+    return replace(
+        about, shuffled=float(shuffled_S.mean()), kinds=float(by_step(kinds_T, label)[label.step])
+    )
 
 
 def token_advantages(row: DumpRow) -> dict[str, TokenAdvantages]:

@@ -34,15 +34,26 @@ Draw = Callable[[Sequence[Prefix], Sequence[int]], list[list[list[int]]]]
 def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     """The options of every command that samples."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"python -m bench {command}", description=description, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench {command}", description=description, formatter_class=layout
+    )
     add = parser.add_argument
     add("file", type=Path)
     add("out", type=Path)
     add("--model", required=True, help="as of grail_advantage.analyze")
-    add("--samples", type=int, default=8, help="responses drawn from each beginning (default: %(default)s)")
+    add(
+        "--samples",
+        type=int,
+        default=8,
+        help="responses drawn from each beginning (default: %(default)s)",
+    )
     add("--length", type=int, required=True, help="most tokens of a response")
     add("--temperature", type=float, default=1.0)
-    add("--reward", default="grail_advantage.reward:compute_score", help="MODULE:FUNCTION, as verl's compute_score")
+    add(
+        "--reward",
+        default="grail_advantage.reward:compute_score",
+        help="MODULE:FUNCTION, as verl's compute_score",
+    )
     engine = "vllm" if torch.cuda.is_available() else "cpu"
     add("--device", default=engine, help="vllm, or torch's name of a device (default: %(default)s)")
     return parser
@@ -51,7 +62,11 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
 def settings_of(options: argparse.Namespace, **further: Any) -> dict[str, Any]:
     """The options that change what is drawn, by name."""
     names = ("model", "samples", "length", "temperature", "reward")
-    return {**{name: getattr(options, name) for name in names}, "files": files_digest(options.model), **further}
+    return {
+        **{name: getattr(options, name) for name in names},
+        "files": files_digest(options.model),
+        **further,
+    }
 
 
 def lines_in(out: Path, settings: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -61,7 +76,9 @@ def lines_in(out: Path, settings: dict[str, Any], key: str) -> list[dict[str, An
         earlier = line.get(key, {}).get("settings", {})
         differing = [name for name, value in settings.items() if earlier.get(name) != value]
         if differing:
-            raise ValueError(f"{out} was drawn with another {', '.join(differing)}; name another file")
+            raise ValueError(
+                f"{out} was drawn with another {', '.join(differing)}; name another file"
+            )
     return lines
 
 
@@ -89,7 +106,9 @@ def judge_of(name: str) -> Callable[[str, Any], bool]:
 
 def seed_of(purpose: str, prefix: Prefix) -> int:
     """A number that belongs to the ids and to what is drawn from them."""
-    digest = hashlib.sha256(purpose.encode() + np.asarray(prefix, dtype=np.int64).tobytes()).digest()
+    digest = hashlib.sha256(
+        purpose.encode() + np.asarray(prefix, dtype=np.int64).tobytes()
+    ).digest()
     return int.from_bytes(digest[:7])
 
 
@@ -119,7 +138,9 @@ def _with_torch(
     prefixes: Sequence[Prefix],
     limits: Sequence[int],
 ) -> list[list[list[int]]]:
-    order = sorted(range(len(prefixes)), key=lambda index: len(prefixes[index]))  # a batch has about one length
+    order = sorted(
+        range(len(prefixes)), key=lambda index: len(prefixes[index])
+    )  # a batch has about one length
     if not prefixes:
         return []
     numbers = []
@@ -131,7 +152,9 @@ def _with_torch(
         numbers.append(numbers_KT)
     ids = [list(prefixes[index]) for index in order]
     copies = options.samples
-    responses = iter(sample(model, tokenizer, ids, np.concatenate(numbers), options.temperature, copies=copies))
+    responses = iter(
+        sample(model, tokenizer, ids, np.concatenate(numbers), options.temperature, copies=copies)
+    )
     drawn = {index: list(itertools.islice(responses, copies)) for index in order}
     return [drawn[index] for index in range(len(prefixes))]
 
@@ -156,7 +179,9 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        async for output in engines[0].generate({"prompt_token_ids": list(prefix)}, parameters, next(names)):
+        async for output in engines[0].generate(
+            {"prompt_token_ids": list(prefix)}, parameters, next(names)
+        ):
             final = output
         responses = sorted(final.outputs, key=lambda response: response.index)
         return [list(response.token_ids) for response in responses]

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.convert import BOX, asked
-from bench.rollouts import drawer, judge_of, lines_in, model_for, parser_of, settings_of, write_lines
+from bench.rollouts import (
+    drawer,
+    judge_of,
+    lines_in,
+    model_for,
+    parser_of,
+    settings_of,
+    write_lines,
+)
 from grail_advantage.analyze.lines import Response, json_lines
 from grail_advantage.analyze.models import files_digest
 from grail_advantage.analyze.tokens import tokenize
@@ -24,7 +32,10 @@ TOGETHER = 16  # questions between two writes
 def questions_in(name: Path, count: int) -> list[tuple[str, str, str]]:
     """Group, question and ground truth of ``count`` questions in an order drawn once: fewer are the first of more."""
     if str(name) == SUMS:
-        return [(problem.text, problem.text, str(problem.answer)) for problem in random_problems(count, seed=1000)]
+        return [
+            (problem.text, problem.text, str(problem.answer))
+            for problem in random_problems(count, seed=1000)
+        ]
     questions = []
     for number, line in json_lines(name):
         ground_truth = line["answer"].rpartition("####")[2].strip()
@@ -36,15 +47,25 @@ def questions_in(name: Path, count: int) -> list[tuple[str, str, str]]:
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench sample QUESTIONS OUT --model NAME --length N``; ValueError for an option that is not usable."""
     parser = parser_of("sample", __doc__)
-    parser.add_argument("--problems", type=int, default=200, help="questions, drawn at random (default: %(default)s)")
+    parser.add_argument(
+        "--problems",
+        type=int,
+        default=200,
+        help="questions, drawn at random (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     settings = settings_of(options, questions=files_digest(str(options.file)))
     questions = questions_in(options.file, options.problems)
     lines = lines_in(options.out, settings, "sampled")
     tokenizer, _ = model_for(options)
     # A base model has no chat template, and goes on from the text.
-    prompts = [asked(question) if tokenizer.chat_template else question for _, question, _ in questions]
-    prefixes = [tuple(tokenize(Response(id="", prompt=prompt, response=""), tokenizer)[1]) for prompt in prompts]
+    prompts = [
+        asked(question) if tokenizer.chat_template else question for _, question, _ in questions
+    ]
+    prefixes = [
+        tuple(tokenize(Response(id="", prompt=prompt, response=""), tokenizer)[1])
+        for prompt in prompts
+    ]
     judge = judge_of(options.reward)
     draw = drawer(options, "responses", prefixes)
     # What was written holds whole questions, so that their number says where to go on.

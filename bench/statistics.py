@@ -52,7 +52,10 @@ def jackknife(values: np.ndarray) -> Estimate:
 
 
 def above_controls(
-    own_W: np.ndarray, controls_WC: np.ndarray, clusters_W: Sequence[Hashable], clusters_C: Sequence[Hashable]
+    own_W: np.ndarray,
+    controls_WC: np.ndarray,
+    clusters_W: Sequence[Hashable],
+    clusters_C: Sequence[Hashable],
 ) -> Estimate:
     """By how much values are above their controls; both samples' clusters are independent.
 
@@ -87,5 +90,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     known_N = np.nan_to_num(p_values, nan=1.0)
     order_N = np.argsort(known_N)
     corrected_N = np.empty(len(known_N))
-    corrected_N[order_N] = np.maximum.accumulate(known_N[order_N] * np.arange(len(known_N), 0, -1)).clip(max=1)
+    corrected_N[order_N] = np.maximum.accumulate(
+        known_N[order_N] * np.arange(len(known_N), 0, -1)
+    ).clip(max=1)
     return corrected_N.tolist()

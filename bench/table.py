@@ -66,13 +66,17 @@ def label_of(row: DumpRow) -> tuple[Label | None, np.ndarray]:
     """The label of a response, ``None`` where fewer than two steps can be compared, and its first wrong tokens, bool (T,)."""
     places_T = np.arange(len(row))
     starts = [start for start, _ in row.labels["steps"]]
-    end = row.labels.get("answer", [len(row) - (row.tokens[-1] == "")])[0]  # an end token has no text
+    end = row.labels.get("answer", [len(row) - (row.tokens[-1] == "")])[
+        0
+    ]  # an end token has no text
     step_T = np.searchsorted(starts[1:], places_T, side="right")
     start, stop = row.labels.get("wrong_step", (0, 0))
     step = None
     if "wrong_step" in row.labels:
         step = int(np.searchsorted(starts[1:], start, side="right"))
-    label = among(Label(step_T, np.array([kind_of(piece) for piece in row.tokens]), step), places_T < end)
+    label = among(
+        Label(step_T, np.array([kind_of(piece) for piece in row.tokens]), step), places_T < end
+    )
     # A wrong step without a token cannot be blamed.
     if step is not None and start == stop:
         label = None
@@ -99,7 +103,9 @@ def read(folder: Path) -> Results:
     dump = read_dump(folder)
     rows = [row for row in dump if "steps" in row.labels]
     if dump.problems or not rows:
-        raise ValueError(f"{folder}: {'; '.join(dump.problems) or 'no response is labelled; give the lines an error'}")
+        raise ValueError(
+            f"{folder}: {'; '.join(dump.problems) or 'no response is labelled; give the lines an error'}"
+        )
     needs_answer = not is_low(sum("answer" in row.labels for row in rows), len(rows))
     records: dict[str, dict[str, Record]] = {}
     keys = set()
@@ -111,24 +117,41 @@ def read(folder: Path) -> Results:
         try:
             label, wrong_T = label_of(row)
         except (TypeError, ValueError, LookupError) as error:
-            raise ValueError(f"{folder}: the labels of {row.key} are not those of an analysis ({error})") from error
+            raise ValueError(
+                f"{folder}: the labels of {row.key} are not those of an analysis ({error})"
+            ) from error
         sort = sort_of(row, label, needs_answer)
         counts[sort] += 1
         if label is None or sort not in ("errors", "controls"):
             continue
         if (row.base_advantage_T != -1).any():
-            raise ValueError(f"{folder}: {row.key} has not the advantage -1; analyze with --advantages wrong")
+            raise ValueError(
+                f"{folder}: {row.key} has not the advantage -1; analyze with --advantages wrong"
+            )
         scored_T = np.ones(len(row), dtype=bool)
-        blames = (np.arange(len(row), 0, -1.0), label.kind_T == NUMBER, wrong_T | (label.step is None))
+        blames = (
+            np.arange(len(row), 0, -1.0),
+            label.kind_T == NUMBER,
+            wrong_T | (label.step is None),
+        )
         by_method = {
-            name: TokenAdvantages(-1.0 * blame_T, scored_T) for name, blame_T in zip(REFERENCES, blames, strict=True)
+            name: TokenAdvantages(-1.0 * blame_T, scored_T)
+            for name, blame_T in zip(REFERENCES, blames, strict=True)
         }
         for name, advantages in {**by_method, **token_advantages(row)}.items():
-            records.setdefault(name, {})[row.key] = record_of(row.key, row.group, advantages, label, number)
+            records.setdefault(name, {})[row.key] = record_of(
+                row.key, row.group, advantages, label, number
+            )
     if not counts["errors"]:
-        raise ValueError(f"{folder}: no incorrect solution has a first error and an answer; {dict(counts)}")
+        raise ValueError(
+            f"{folder}: no incorrect solution has a first error and an answer; {dict(counts)}"
+        )
     # Where responses are missing, a method's figures are of other problems than the references'.
-    complete = {name: of_method for name, of_method in records.items() if len(of_method) == len(records[PLACE])}
+    complete = {
+        name: of_method
+        for name, of_method in records.items()
+        if len(of_method) == len(records[PLACE])
+    }
     return Results(complete, counts, record_in(folder))
 
 
@@ -155,14 +178,21 @@ def figures_of(
         "later first": 1 - earlier_W,
         "its kinds": np.array([record.kinds for record in errors]),
     }
-    figures = {"AUROC": mean_of(own_W, problems), "scored": mean_of([record.no_scores is None for record in errors])}
+    figures = {
+        "AUROC": mean_of(own_W, problems),
+        "scored": mean_of([record.no_scores is None for record in errors]),
+    }
     for control, values_W in by_control.items():
-        figures[control] = mean_of(np.round(own_W - values_W, 9), problems)  # rounding is no difference
+        figures[control] = mean_of(
+            np.round(own_W - values_W, 9), problems
+        )  # rounding is no difference
     if controls:
         places_W = np.array([record.step / max(1, len(record.auroc_M) - 1) for record in errors])
         at_WC = np.stack([_at(places_W, record.auroc_M) for record in controls], axis=1)
         steps_W1 = np.array([[len(record.auroc_M)] for record in errors])
-        apart_WC = np.abs(steps_W1 - np.array([len(record.auroc_M) for record in controls])).astype(float)
+        apart_WC = np.abs(steps_W1 - np.array([len(record.auroc_M) for record in controls])).astype(
+            float
+        )
         if other_problems:
             names_W1 = np.array([[str(problem)] for problem in problems])
             apart_WC[names_W1 == np.array([str(record.problem) for record in controls])] = np.inf
@@ -182,7 +212,9 @@ def _at(places_W: np.ndarray, values_M: np.ndarray) -> np.ndarray:
     return np.interp(places_W * (len(values_M) - 1), np.arange(len(values_M)), values_M)
 
 
-def verdicts(figures: Mapping[str, Mapping[str, Estimate]], failed: Mapping[str, bool]) -> dict[str, str]:
+def verdicts(
+    figures: Mapping[str, Mapping[str, Estimate]], failed: Mapping[str, bool]
+) -> dict[str, str]:
     """The verdict on each method, by :data:`RULE`; ``failed``: whether any of its scores was not finite."""
     words = {}
     p_values = {}
@@ -192,7 +224,9 @@ def verdicts(figures: Mapping[str, Mapping[str, Estimate]], failed: Mapping[str,
         below = all(difference.value < 0 for difference in differences)
         if estimates["AUROC"].count < FEWEST:
             words[method] = FEW
-        elif estimates["AUROC"].value == 0.5 and estimates["AUROC"].error == 0 and not failed[method]:
+        elif (
+            estimates["AUROC"].value == 0.5 and estimates["AUROC"].error == 0 and not failed[method]
+        ):
             words[method] = ALIKE
         elif estimates["scored"].value < LEAST_SCORED:
             words[method] = UNSCORED
@@ -202,7 +236,9 @@ def verdicts(figures: Mapping[str, Mapping[str, Estimate]], failed: Mapping[str,
                 words[method] = PLACED
             if above or below:
                 # Every control must hold, so the weakest counts, and one without a p-value holds nothing.
-                p = float(np.nan_to_num([difference.p for difference in differences], nan=1.0).max())
+                p = float(
+                    np.nan_to_num([difference.p for difference in differences], nan=1.0).max()
+                )
                 p_values[method] = FINDS if above else SPARES, p
             else:
                 p_values[method] = words[method], 1.0
@@ -224,10 +260,19 @@ def report(folder: Path) -> str:
     for method, estimates in figures.items():
         cells = [cell(estimates.get(column), signed=column != "AUROC") for column in columns]
         rows.append([method, words[method], f"{100 * estimates['scored'].value:.0f}", *cells])
-    head = ["method", "verdict", "scored, %", "AUROC, first wrong step", *(f"above {control}" for control in CONTROLS)]
+    head = [
+        "method",
+        "verdict",
+        "scored, %",
+        "AUROC, first wrong step",
+        *(f"above {control}" for control in CONTROLS),
+    ]
     counts = "; ".join(f"{count} {name}" for name, count in results.counts.items())
     lost = [name for name in results.about.get("methods", {}) if name not in figures]
-    notes = [f"Not measured: {name} ({results.about['failed'].get(name, 'not in every file')})." for name in lost]
+    notes = [
+        f"Not measured: {name} ({results.about['failed'].get(name, 'not in every file')})."
+        for name in lost
+    ]
     read_by = f"Read by {results.about.get('model', 'an unknown model')}. {counts}."
     return "\n".join([" ".join([read_by, *notes]), "", *table(head, rows, right=2), "", RULE])
 
@@ -235,7 +280,10 @@ def report(folder: Path) -> str:
 def summary(results: Results) -> tuple[dict[str, dict[str, Estimate]], dict[str, str]]:
     """Figures and verdict of each method, the references first."""
     records = results.records
-    figures = {name: figures_of(list(entries.values()), records[PLACE]) for name, entries in records.items()}
+    figures = {
+        name: figures_of(list(entries.values()), records[PLACE])
+        for name, entries in records.items()
+    }
     failed = {
         name: any(record.no_scores == "non-finite scores" for record in entries.values())
         for name, entries in records.items()

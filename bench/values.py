@@ -16,7 +16,15 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.rollouts import drawer, judge_of, lines_in, model_for, parser_of, settings_of, write_lines
+from bench.rollouts import (
+    drawer,
+    judge_of,
+    lines_in,
+    model_for,
+    parser_of,
+    settings_of,
+    write_lines,
+)
 from grail_advantage.analyze.lines import json_lines, read_responses
 from grail_advantage.analyze.tokens import tokenize
 from grail_advantage.answers.expressions import compile_expression
@@ -32,12 +40,16 @@ def main(arguments: Sequence[str]) -> None:
     """``python -m bench values FILE OUT --model NAME --length N``; ValueError for lines or options that are not usable."""
     parser = parser_of("values", __doc__)
     parser.add_argument(
-        "--separator", default=r"\n+", help="regular expression that ends a step (default: %(default)s)"
+        "--separator",
+        default=r"\n+",
+        help="regular expression that ends a step (default: %(default)s)",
     )
     parser.add_argument("--answer", default=BOXED.name, help="as of grail_advantage.analyze")
     options = parser.parse_args(arguments)
     if options.samples < 2:
-        raise ValueError("--samples must be at least 2: the noise is told by two halves of the continuations")
+        raise ValueError(
+            "--samples must be at least 2: the noise is told by two halves of the continuations"
+        )
     settings = settings_of(options, separator=options.separator, answer=options.answer)
     rows = read_responses(options.file)
     records = [line for _, line in json_lines(options.file)]
@@ -47,12 +59,18 @@ def main(arguments: Sequence[str]) -> None:
                 f"{row.id}: its response is a text, whose ids may not be those that were drawn; give ids, as bench sample does"
             )
         if row.ground_truth is None:
-            raise ValueError(f"{row.id} has no ground_truth, by which continuations are judged; give it one")
+            raise ValueError(
+                f"{row.id} has no ground_truth, by which continuations are judged; give it one"
+            )
         if len(row.response) > options.length:
-            raise ValueError(f"{row.id} has {len(row.response)} tokens; give --length as it was sampled with")
+            raise ValueError(
+                f"{row.id} has {len(row.response)} tokens; give --length as it was sampled with"
+            )
     lines = lines_in(options.out, settings, "values")
     if [line.get("id") for line in lines] != [row.id for row in rows[: len(lines)]]:
-        raise ValueError(f"{options.out} does not hold the first lines of {options.file}; name another file")
+        raise ValueError(
+            f"{options.out} does not hold the first lines of {options.file}; name another file"
+        )
 
     tokenizer, _ = model_for(options)
     texts = TokenTexts(tokenizer)
@@ -62,7 +80,9 @@ def main(arguments: Sequence[str]) -> None:
     responses = [torch.tensor(row.response) for row in rows]
     spans = list(find_generated_spans(responses, tokenizer, "first", answer_format(options.answer)))
     draw = drawer(options, "continuations", prompts)
-    digits: dict[tuple[tuple[int, ...], int, str], str] = {}  # by beginning, its prompt's length and the ground truth
+    digits: dict[
+        tuple[tuple[int, ...], int, str], str
+    ] = {}  # by beginning, its prompt's length and the ground truth
     for first in range(len(lines), len(rows), TOGETHER):
         batch = range(first, min(first + TOGETHER, len(rows)))
         starts = {}
@@ -70,9 +90,13 @@ def main(arguments: Sequence[str]) -> None:
         for index in batch:
             ids = responses[index].tolist()
             span = spans[index]
-            starts[index] = starts_of_steps(texts, responses[index].numpy(), separator, span.start if span else None)
+            starts[index] = starts_of_steps(
+                texts, responses[index].numpy(), separator, span.start if span else None
+            )
             about = (len(prompts[index]), str(rows[index].ground_truth))
-            beginnings[index] = [((*prompts[index], *ids[:start]), *about) for start in starts[index]]
+            beginnings[index] = [
+                ((*prompts[index], *ids[:start]), *about) for start in starts[index]
+            ]
         new = list({key: None for keys in beginnings.values() for key in keys if key not in digits})
         # Of 100 tokens, a beginning with 30 of the response leaves 70.
         limits = [options.length - len(prefix) + prompt_length for prefix, prompt_length, _ in new]
@@ -81,13 +105,20 @@ def main(arguments: Sequence[str]) -> None:
             prefix, prompt_length, truth = key
             # A response is judged as a whole: its answer may be in front of the continuation.
             wholes = [[*prefix[prompt_length:], *continuation] for continuation in continuations]
-            verdicts = [judge(text, truth) for text in tokenizer.batch_decode(wholes, skip_special_tokens=True)]
+            verdicts = [
+                judge(text, truth)
+                for text in tokenizer.batch_decode(wholes, skip_special_tokens=True)
+            ]
             digits[key] = "".join(str(int(is_right)) for is_right in verdicts)
         for index in batch:
             row = rows[index]
-            is_right = judge(tokenizer.decode(responses[index], skip_special_tokens=True), str(row.ground_truth))
+            is_right = judge(
+                tokenizer.decode(responses[index], skip_special_tokens=True), str(row.ground_truth)
+            )
             if row.reward is not None and (row.reward > 0) != is_right:
-                raise ValueError(f"{row.id} has the reward {row.reward:g}, not that of --reward; name the run's own")
+                raise ValueError(
+                    f"{row.id} has the reward {row.reward:g}, not that of --reward; name the run's own"
+                )
             values = {
                 "starts": starts[index],
                 "right": [digits[key] for key in beginnings[index]],
@@ -95,6 +126,8 @@ def main(arguments: Sequence[str]) -> None:
                 "answered": spans[index] is not None,
                 "settings": settings,
             }
-            lines.append({**records[index], "id": row.id, "reward": float(is_right), "values": values})
+            lines.append(
+                {**records[index], "id": row.id, "reward": float(is_right), "values": values}
+            )
         write_lines(options.out, lines)
         print(f"{batch.stop} of {len(rows)} responses, {len(digits)} beginnings", flush=True)

@@ -41,7 +41,9 @@ def make_trainer(folder: Path, tokens: int, tokenizer: Any) -> Any:
         f"algorithm.token_dump.responses={DUMPED}",
         "algorithm.token_dump.every=1",
     ]
-    with hydra.initialize_config_dir(str(Path(__file__).parents[1] / "recipe/config"), version_base=None):
+    with hydra.initialize_config_dir(
+        str(Path(__file__).parents[1] / "recipe/config"), version_base=None
+    ):
         config = hydra.compose("grail_trainer", overrides)
     cls = get_trainer_cls("grail_sync")
     # verl's constructor would want data and workers.
@@ -77,7 +79,9 @@ def run(responses: int, tokens: int) -> dict[str, float]:
         "advantages": [torch.full((tokens,), value) for value in rollouts.advantages.tolist()],
         "rm_scores": [torch.zeros(tokens) for _ in keys],
     }
-    columns = TensorDict({name: nested(values) for name, values in fields.items()}, batch_size=responses)
+    columns = TensorDict(
+        {name: nested(values) for name, values in fields.items()}, batch_size=responses
+    )
     tq.kv_batch_put(keys=keys, partition_id="train", fields=columns)
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +101,9 @@ def run(responses: int, tokens: int) -> dict[str, float]:
         def put() -> None:
             values = nested([row_T[:tokens] for row_T in trainer._weighed.advantages])
             tq.kv_batch_put(
-                keys=keys, partition_id="train", fields=TensorDict({"advantages": values}, batch_size=responses)
+                keys=keys,
+                partition_id="train",
+                fields=TensorDict({"advantages": values}, batch_size=responses),
             )
 
         def dump() -> None:
@@ -106,12 +112,16 @@ def run(responses: int, tokens: int) -> dict[str, float]:
         for stage in (fetch, answers, weights, put, dump):
             seconds[stage.__name__] = timer.seconds("cpu", stage)
     tq.kv_clear(keys=keys, partition_id="train")
-    seconds["weights"] -= seconds["answers"]  # _weigh() makes the record, and finds the answers, too
+    seconds["weights"] -= seconds[
+        "answers"
+    ]  # _weigh() makes the record, and finds the answers, too
     return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--responses", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024])
     args = parser.parse_args()
@@ -128,9 +138,15 @@ def main() -> None:
             million = responses * tokens / 1e6
             row: dict[str, Any] = {stage: round(value, 3) for stage, value in seconds.items()}
             row["all, for each million tokens"] = round(sum(seconds.values()) / million, 3)
-            row["peak so far, GiB"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+            row["peak so far, GiB"] = round(
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2
+            )
             rows[f"{responses} responses of {tokens} tokens"] = row
-    print(timer.origin("cpu", f"python -m benchmarks.bench_driver {' '.join(sys.argv[1:])}"), "", sep="\n")
+    print(
+        timer.origin("cpu", f"python -m benchmarks.bench_driver {' '.join(sys.argv[1:])}"),
+        "",
+        sep="\n",
+    )
     print(*timer.table(rows), sep="\n")
 
 

@@ -84,18 +84,25 @@ def run_step(host: VerlHost, variant: Variant) -> Seconds:
         advantages_BT = host.weigh(build(variant.method)).advantages
         # weigh() runs the pass, too, whose seconds are a stage of their own.
         weights = timer.now(host.device) - start - host.pass_seconds
-    update = seconds(lambda: host.update(advantages_BT, skipping=variant.skips, reusing=variant.reuses))
+    update = seconds(
+        lambda: host.update(advantages_BT, skipping=variant.skips, reusing=variant.reuses)
+    )
     return Seconds(forward, host.pass_seconds, weights, update)
 
 
 def run_variants(host: VerlHost, repeats: int, epochs: int) -> dict[str, dict[str, list[float]]]:
     """Steps of all variants in turn: their seconds, and multiples of GRPO's of the same repeat."""
-    steps = timer.in_turn({name: partial(run_step, host, variant) for name, variant in VARIANTS.items()}, repeats)
+    steps = timer.in_turn(
+        {name: partial(run_step, host, variant) for name, variant in VARIANTS.items()}, repeats
+    )
     figures = {}
     for name in VARIANTS:
         figures[name] = {"1 epoch, seconds": [sum(repeat[name]) for repeat in steps]}
         for count, column in ((1, ONE_EPOCH), (epochs, f"{epochs} epochs, x GRPO")):
-            ratios = [repeat[name].with_epochs(count) / repeat[GRPO].with_epochs(count) for repeat in steps]
+            ratios = [
+                repeat[name].with_epochs(count) / repeat[GRPO].with_epochs(count)
+                for repeat in steps
+            ]
             figures[name][column] = ratios
     return figures
 
@@ -110,7 +117,9 @@ def stage_peaks(host: VerlHost) -> dict[str, dict[str, float]]:
         "actor update": lambda: host.update(advantages_BT),
         "actor update, own forward": lambda: host.update(advantages_BT, reusing=True),
     }
-    return {stage: {"GiB": timer.peak_memory(host.device, run) / 2**30} for stage, run in stages.items()}
+    return {
+        stage: {"GiB": timer.peak_memory(host.device, run) / 2**30} for stage, run in stages.items()
+    }
 
 
 def compared(repeats: Mapping[str, Sequence[Seconds]]) -> dict[str, dict[str, Any]]:
@@ -119,10 +128,15 @@ def compared(repeats: Mapping[str, Sequence[Seconds]]) -> dict[str, dict[str, An
     every_step = [step for steps in repeats.values() for step in steps]
     forward = median(step.forward for step in every_step)
     update = median(step.update for step in every_step)
-    added = {name: [step.scores + step.weights for step in steps] for name, steps in repeats.items()}
+    added = {
+        name: [step.scores + step.weights for step in steps] for name, steps in repeats.items()
+    }
     step_seconds = {name: forward + median(seconds) + update for name, seconds in added.items()}
     return {
-        name: {"forwards": [value / forward for value in seconds], "ratio": step_seconds[name] / step_seconds[BASELINE]}
+        name: {
+            "forwards": [value / forward for value in seconds],
+            "ratio": step_seconds[name] / step_seconds[BASELINE],
+        }
         for name, seconds in added.items()
     }
 
@@ -135,7 +149,10 @@ def of_methods(worker: Any, setup: Setup, repeats: int) -> dict[str, dict[str, A
     names = [name for name in methods() if name not in UNMEASURED]
     steps = timer.in_turn({name: partial(run_step, host, Variant(name)) for name in names}, repeats)
     figures = compared({name: [repeat[name] for repeat in steps] for name in names})
-    return {name: {"rows": len(host.selected(build(name))), **figure} for name, figure in figures.items()}
+    return {
+        name: {"rows": len(host.selected(build(name))), **figure}
+        for name, figure in figures.items()
+    }
 
 
 def of_zero_advantage(worker: Any, setup: Setup, repeats: int) -> dict[str, dict[str, Any]]:
@@ -163,22 +180,32 @@ def of_stages(worker: Any, setup: Setup, repeats: int) -> dict[str, dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = {"methods": of_methods, "zero_advantage": of_zero_advantage, "stages": of_stages}
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--setup", choices=SETUPS, default="cpu")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for the figures; docs/methods.md has results/methods-cpu.json")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file for the figures; docs/methods.md has results/methods-cpu.json",
+    )
     args = parser.parse_args()
     setup = SETUPS[args.setup]
     prepare_process(setup.device)
     from benchmarks.verl_host import default_actor, make_worker
 
-    origin = timer.origin(setup.device, f"python -m benchmarks.bench_training_step {' '.join(sys.argv[1:])}")
+    origin = timer.origin(
+        setup.device, f"python -m benchmarks.bench_training_step {' '.join(sys.argv[1:])}"
+    )
     figures = kinds[args.what](make_worker(setup, False, default_actor(setup)), setup, args.repeats)
     print(origin, f"{setup}", "", *timer.table(figures), sep="\n")
     if args.json:
-        args.json.write_text(json.dumps({"origin": origin, args.what: figures}, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps({"origin": origin, args.what: figures}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,10 @@ def make_trainer(variant: str, folder: str, bf16: bool) -> tuple[GRPOTrainer, li
     """The trainer of a variant, ready for a step, and the rows of its batch."""
     options, wrong, agreed = VARIANTS[variant]
     model, tokenizer = load_shipped()
-    rows = [{"prompt": [{"role": "user", "content": problem.text}]} for problem in problems("train", PROMPTS)]
+    rows = [
+        {"prompt": [{"role": "user", "content": problem.text}]}
+        for problem in problems("train", PROMPTS)
+    ]
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
         places = (divmod(place, ROLLOUTS) for place in range(len(completions)))
@@ -72,7 +75,9 @@ def make_trainer(variant: str, folder: str, bf16: bool) -> tuple[GRPOTrainer, li
     )
     trainer_class = TokenWeightGRPOTrainer if options else GRPOTrainer
     dataset = Dataset.from_list(rows)
-    trainer = trainer_class(model, reward, config, processing_class=tokenizer, train_dataset=dataset, **options)
+    trainer = trainer_class(
+        model, reward, config, processing_class=tokenizer, train_dataset=dataset, **options
+    )
     # As train() does before its first step.
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
@@ -90,7 +95,9 @@ def run_step(trainer: GRPOTrainer, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -107,7 +114,9 @@ def main() -> None:
             }
             repeats = timer.in_turn(timed, options.repeats)
         for name in VARIANTS:
-            figures[name][f"{precision}, x stock"] = [repeat[name] / repeat["stock"] for repeat in repeats]
+            figures[name][f"{precision}, x stock"] = [
+                repeat[name] / repeat["stock"] for repeat in repeats
+            ]
     print(origin, "", *timer.table(figures), sep="\n")
 
 

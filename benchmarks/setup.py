@@ -24,7 +24,13 @@ SIZES = {
     "small": (8192, 256, 768, 6, 4, 2, 64),
     "toy": (512, 32, 64, 2, 2, 1, 32),
 }
-NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 NAMES += ("num_key_value_heads", "head_dim")
 SHAPES = {name: dict(zip(NAMES, sizes, strict=True)) for name, sizes in SIZES.items()}
 """Options of ``Qwen3Config`` by the shape's name."""
@@ -54,7 +60,9 @@ class Setup:
         rows = self.rows
         vocabulary = SHAPES[self.shape]["vocab_size"]
         tokenizer = build_tokenizer([])
-        first = len(tokenizer)  # after the bytes and the special tokens come words without a meaning
+        first = len(
+            tokenizer
+        )  # after the bytes and the special tokens come words without a meaning
         tokenizer.add_tokens([f"w{index}" for index in range(first, vocabulary)])
         answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
         size = (rows, self.tokens)
@@ -97,8 +105,12 @@ def prepare_process(device: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TOKENIZERS_PARALLELISM="false")
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ)  # it talks to itself
+    os.environ.update(
+        ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TOKENIZERS_PARALLELISM="false"
+    )
+    os.environ.update(
+        {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ
+    )  # it talks to itself
     if device == "cpu":
         os.environ["VERL_PLATFORM"] = "cpu"
 
@@ -108,7 +120,9 @@ def random_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel
     config = Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=32768)
     torch.manual_seed(0)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        ).eval()
 
 
 def release() -> None:

@@ -56,7 +56,10 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Lines of a Markdown table: by row and column a number, a text, or several numbers, of which it has the median, the
     lowest and the highest."""
     columns = list(dict.fromkeys(column for of_row in rows.values() for column in of_row))
-    cells = [[label, *(cell(of_row.get(column, "")) for column in columns)] for label, of_row in rows.items()]
+    cells = [
+        [label, *(cell(of_row.get(column, "")) for column in columns)]
+        for label, of_row in rows.items()
+    ]
     return text_io.table(["", *columns], cells, right=1)
 
 
@@ -78,9 +81,13 @@ def peak_memory(device: str, run: Callable[[], Any]) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
-    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    events = (
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    )
     changes = sorted((event.start_ns(), event.nbytes()) for event in events)
     return max(itertools.accumulate((change for _, change in changes), initial=0))
 

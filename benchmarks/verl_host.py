@@ -24,7 +24,15 @@ from verl.workers.utils.padding import response_from_nested
 
 from benchmarks import timer
 from benchmarks.setup import Setup, random_model, release
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, Row, RowScores, Weighed
+from grail_advantage.data import (
+    ENTROPY,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    Rollouts,
+    Row,
+    RowScores,
+    Weighed,
+)
 from grail_advantage.method import BaseMethod
 from grail_advantage.verl_ext.exchange import (
     LEAVE_OUT,
@@ -61,7 +69,9 @@ def default_actor(setup: Setup) -> verl_config.FSDPActorConfig:
     )
 
 
-def make_worker(setup: Setup, checkpointing: bool, actor: verl_config.FSDPActorConfig) -> TrainingWorker:
+def make_worker(
+    setup: Setup, checkpointing: bool, actor: verl_config.FSDPActorConfig
+) -> TrainingWorker:
     """verl's training worker with this project's extension, as the trainer builds it for the actor, around a model with
     random weights of the set-up's shape; layout, attention and micro-batches are the set-up's, too."""
     engine = actor.engine
@@ -135,7 +145,9 @@ class VerlHost:
         """GRPO's: one advantage a response on all its tokens, (B, T)."""
         return self._rollouts.advantages.unsqueeze(1).expand(self._rollouts.mask.shape).contiguous()
 
-    def update(self, advantages_BT: torch.Tensor, *, skipping: bool = False, reusing: bool = False) -> None:
+    def update(
+        self, advantages_BT: torch.Tensor, *, skipping: bool = False, reusing: bool = False
+    ) -> None:
         """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step.
 
         Args:
@@ -153,7 +165,9 @@ class VerlHost:
             settings[REUSE] = True
             data[PLACES] = places_without_slots(len(rollouts))
         else:
-            data["old_log_probs"] = response_from_nested(self._output["log_probs"], data["response_mask"])
+            data["old_log_probs"] = response_from_nested(
+                self._output["log_probs"], data["response_mask"]
+            )
         tu.assign_non_tensor(
             data,
             calculate_entropy=False,
@@ -177,7 +191,9 @@ class VerlHost:
         rollouts = self._rollouts
         prompt = len(rollouts.prompts[0])
         length = rollouts.padded_length
-        tokens = [torch.cat(of_row) for of_row in zip(rollouts.prompts, rollouts.responses, strict=True)]
+        tokens = [
+            torch.cat(of_row) for of_row in zip(rollouts.prompts, rollouts.responses, strict=True)
+        ]
         inputs = {
             "input_ids": nested(tokens),
             "position_ids": nested([torch.arange(length) for _ in tokens]),

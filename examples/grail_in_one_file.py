@@ -27,7 +27,9 @@ def grail_weights(model, prompt, response, answer, content, advantage, temperatu
     ids = torch.cat([prompt, response])[None]
     embeddings = model.get_input_embeddings()
     h = embeddings(ids).detach().requires_grad_()  # (1, P+T, D)
-    with embeddings.register_forward_hook(lambda *_: h):  # not inputs_embeds: Gemma 3n, DeepSeek-V4 read the ids, too
+    with embeddings.register_forward_hook(
+        lambda *_: h
+    ):  # not inputs_embeds: Gemma 3n, DeepSeek-V4 read the ids, too
         logits = model(input_ids=ids).logits
     log_probs = (logits[0, predicting].float() / temperature).log_softmax(-1)  # (T, V)
     loss = -log_probs.gather(-1, response[:, None])[answer].sum()  # 1.
@@ -86,7 +88,9 @@ def painted(text, weight):
 def load(name):
     """The model and the tokenizer of this name; without one those that come with this repository."""
     if name is None:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu"))  # it need not be installed
+        sys.path.insert(
+            0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu")
+        )  # it need not be installed
         from verl_cpu.tiny.shipped import load_shipped
 
         return load_shipped()
@@ -100,7 +104,9 @@ def main():
     try:
         model, tokenizer = load(name)
     except (ImportError, OSError, ValueError) as error:
-        raise SystemExit(f"{str(error).strip().splitlines()[0]}; name a folder, or a model on the hub") from error
+        raise SystemExit(
+            f"{str(error).strip().splitlines()[0]}; name a folder, or a model on the hub"
+        ) from error
     model.eval()
     prompt = tokenizer(f"{PROBLEM}\n")["input_ids"]
     if tokenizer.chat_template:
@@ -119,15 +125,24 @@ def main():
         if wrong:
             first = text.index(wrong)
             starts = [0, *accumulate(map(len, texts))]
-            of_step = [w for w, start in zip(weights, starts, strict=False) if first <= start < first + len(wrong)]
+            of_step = [
+                w
+                for w, start in zip(weights, starts, strict=False)
+                if first <= start < first + len(wrong)
+            ]
             reasoning = weights[: int(answer.int().argmax())]
             print(
                 f"{' ' * first}{'^' * len(wrong)} the wrong step: mean weight {sum(of_step) / len(of_step):.2f}, ",
                 end="",
             )
             print(f"all reasoning {sum(reasoning) / len(reasoning):.2f}")
-    print("\nweight " + " ".join(painted(f" {weight:g} ", weight) for weight in (0.5, 0.8, 1, 1.3, 2, 3, 5)))
-    print("A weight says how much the answer hangs on a token, which is not whether the token is wrong.")
+    print(
+        "\nweight "
+        + " ".join(painted(f" {weight:g} ", weight) for weight in (0.5, 0.8, 1, 1.3, 2, 3, 5))
+    )
+    print(
+        "A weight says how much the answer hangs on a token, which is not whether the token is wrong."
+    )
 
 
 if __name__ == "__main__":

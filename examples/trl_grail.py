@@ -63,7 +63,16 @@ TINY = {
     "learning_rate": 3e-4,
 }
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
-MAY_CHANGE = {"steps", "eval_every", "dump_every", "effect_every", "save_steps", "report_to", "held_out", "vllm"}
+MAY_CHANGE = {
+    "steps",
+    "eval_every",
+    "dump_every",
+    "effect_every",
+    "save_steps",
+    "report_to",
+    "held_out",
+    "vllm",
+}
 """Options that a run which resumes may change; the others decide what it trains."""
 OPTIONS = "options.json"  # in the output's folder
 STOCK = "none"  # as --method: TRL's own trainer
@@ -77,18 +86,26 @@ def main() -> None:
 
         from grail_advantage.trl_ext import TokenWeightGRPOTrainer
     except ModuleNotFoundError as error:
-        raise SystemExit(f"trl_grail: {error}; see this file's first lines, or set PYTHONPATH=.venv/trl") from error
+        raise SystemExit(
+            f"trl_grail: {error}; see this file's first lines, or set PYTHONPATH=.venv/trl"
+        ) from error
     output = options.output
     responses = options.prompts * options.rollouts
     checkpoint = last_checkpoint(output) if options.resume else None
     if options.resume and checkpoint is None:
-        raise SystemExit(f"trl_grail: {output} has no whole checkpoint to resume from; leave out --resume")
+        raise SystemExit(
+            f"trl_grail: {output} has no whole checkpoint to resume from; leave out --resume"
+        )
     if not options.resume and (output / "metrics.jsonl").exists():
-        raise SystemExit(f"trl_grail: {output} has a run, which a new one would replace; use --resume or --output")
+        raise SystemExit(
+            f"trl_grail: {output} has a run, which a new one would replace; use --resume or --output"
+        )
     keep_options(options)
     if options.tiny:
         make_tiny(options)
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at run time, often without an nvcc
+    os.environ.setdefault(
+        "VLLM_USE_FLASHINFER_SAMPLER", "0"
+    )  # it is compiled at run time, often without an nvcc
     config = GRPOConfig(
         str(output),
         seed=options.seed,
@@ -108,7 +125,9 @@ def main() -> None:
         bf16=options.bf16,
         gradient_checkpointing=options.bf16,
         use_cpu=not torch.cuda.is_available(),
-        model_init_kwargs={"dtype": "bfloat16" if options.bf16 and options.lora_rank else "float32"},
+        model_init_kwargs={
+            "dtype": "bfloat16" if options.bf16 and options.lora_rank else "float32"
+        },
         use_vllm=options.vllm,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.3,
@@ -158,21 +177,31 @@ def main() -> None:
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        judged = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+        judged = [
+            entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry
+        ]
         if judged:
-            print(f"Share of held-out problems answered correctly: {judged[0]:.2f} before, {judged[-1]:.2f} after")
+            print(
+                f"Share of held-out problems answered correctly: {judged[0]:.2f} before, {judged[-1]:.2f} after"
+            )
         if any((output / "tokens").glob("step_*.parquet")):
             print(f"Every token's weight, in one page: python -m grail_advantage.report {output}")
 
 
 def last_checkpoint(output: Path) -> Path | None:
     """The last whole checkpoint: of one, transformers writes ``trainer_state.json`` last."""
-    steps = {int(path.name.removeprefix("checkpoint-")): path for path in output.glob("checkpoint-[0-9]*")}
+    steps = {
+        int(path.name.removeprefix("checkpoint-")): path
+        for path in output.glob("checkpoint-[0-9]*")
+    }
     for step in sorted(steps, reverse=True):
         try:
             read_json(read_bytes(steps[step] / "trainer_state.json"))
         except (OSError, ValueError) as error:
-            print(f"trl_grail: {steps[step]} is not whole ({why(error)}); looking for the one before", file=sys.stderr)
+            print(
+                f"trl_grail: {steps[step]} is not whole ({why(error)}); looking for the one before",
+                file=sys.stderr,
+            )
         else:
             return steps[step]
     return None
@@ -181,18 +210,30 @@ def last_checkpoint(output: Path) -> Path | None:
 def keep_options(options: argparse.Namespace) -> None:
     """Store what decides the training in the output's folder, or refuse to resume with something else (SystemExit)."""
     path = options.output / OPTIONS
-    now = {name: value for name, value in vars(options).items() if name not in {*MAY_CHANGE, "output", "resume"}}
+    now = {
+        name: value
+        for name, value in vars(options).items()
+        if name not in {*MAY_CHANGE, "output", "resume"}
+    }
     if options.resume and path.is_file():
         begun = read_json(read_bytes(path))
-        differing = [f"--{name.replace('_', '-')} {begun.get(name)}" for name in now if begun.get(name) != now[name]]
+        differing = [
+            f"--{name.replace('_', '-')} {begun.get(name)}"
+            for name in now
+            if begun.get(name) != now[name]
+        ]
         if differing:
-            raise SystemExit(f"trl_grail: {options.output} was begun with {', '.join(differing)}; use that or --output")
+            raise SystemExit(
+                f"trl_grail: {options.output} was begun with {', '.join(differing)}; use that or --output"
+            )
     write_whole(path, json.dumps(now, indent=1))
 
 
 def make_tiny(options: argparse.Namespace) -> None:
     """Write the tiny model and its problems, and name them in the options."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu"))  # it need not be installed
+    sys.path.insert(
+        0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu")
+    )  # it need not be installed
     from verl_cpu.tiny.shipped import load_shipped
     from verl_cpu.tiny.task import random_problems
 
@@ -215,7 +256,9 @@ def problems(source: str) -> Dataset:
 
     rows = read_rows(source)
     unusable = set(check_ground_truths(map(answer, rows), source))
-    return Dataset.from_list([problem(row) for number, row in enumerate(rows) if number not in unusable])
+    return Dataset.from_list(
+        [problem(row) for number, row in enumerate(rows) if number not in unusable]
+    )
 
 
 def read_rows(source: str) -> Sequence[dict[str, Any]]:
@@ -270,25 +313,45 @@ def answer(row: dict[str, Any]) -> Any:
 
 
 def reward(
-    completions: list[list[dict[str, str]]], solution: list[str], log_metric: Callable[..., None], **_: Any
+    completions: list[list[dict[str, str]]],
+    solution: list[str],
+    log_metric: Callable[..., None],
+    **_: Any,
 ) -> list[float]:
     """1 where the last box of a response states the solution; ``verify_failed`` is the share without a verdict."""
     answered = zip(completions, solution, strict=True)
     verdicts = [compute_score("", completion[-1]["content"], gold) for completion, gold in answered]
-    log_metric("verify_failed", sum(verdict["verify_failed"] for verdict in verdicts) / len(verdicts))
+    log_metric(
+        "verify_failed", sum(verdict["verify_failed"] for verdict in verdicts) / len(verdicts)
+    )
     return [verdict["score"] for verdict in verdicts]
 
 
 def parse_options() -> argparse.Namespace:
     """The command line; ``--tiny --help`` shows the defaults of ``--tiny``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     tiny = "--tiny" in sys.argv
     default = "(default: %(default)s)"
-    add("--tiny", action="store_true", help="no GPU and no hub: sums, by the model that comes with verl-cpu")
-    add("--model", default=None if tiny else "Qwen/Qwen3-1.7B", help=f"hub name or folder {default}")
-    add("--data", default=None if tiny else "openai/gsm8k:main", help=f"file, or hub name[:part[:split]] {default}")
-    add("--held-out", help="problems for evaluation, likewise, such as openai/gsm8k:main:test (default: none)")
+    add(
+        "--tiny",
+        action="store_true",
+        help="no GPU and no hub: sums, by the model that comes with verl-cpu",
+    )
+    add(
+        "--model", default=None if tiny else "Qwen/Qwen3-1.7B", help=f"hub name or folder {default}"
+    )
+    add(
+        "--data",
+        default=None if tiny else "openai/gsm8k:main",
+        help=f"file, or hub name[:part[:split]] {default}",
+    )
+    add(
+        "--held-out",
+        help="problems for evaluation, likewise, such as openai/gsm8k:main:test (default: none)",
+    )
     add(
         "--method",
         default="grail",
@@ -306,12 +369,18 @@ def parse_options() -> argparse.Namespace:
         add(f"--{name.replace('_', '-')}", type=type(value), default=value, help=default)
     options = parser.parse_args()
     if tiny and (options.model or options.data or options.held_out):
-        parser.error("--tiny brings a model and its problems; leave out --model, --data and --held-out")
+        parser.error(
+            "--tiny brings a model and its problems; leave out --model, --data and --held-out"
+        )
     responses = options.prompts * options.rollouts
     options.micro_batch = max(1, min(options.micro_batch, responses))
     if responses % options.micro_batch:
-        parser.error(f"--prompts x --rollouts, {responses}, is no multiple of --micro-batch {options.micro_batch}")
-    options.output = options.output or Path("outputs", f"trl_{'tiny_' if tiny else ''}{options.method}")
+        parser.error(
+            f"--prompts x --rollouts, {responses}, is no multiple of --micro-batch {options.micro_batch}"
+        )
+    options.output = options.output or Path(
+        "outputs", f"trl_{'tiny_' if tiny else ''}{options.method}"
+    )
     return options
 
 

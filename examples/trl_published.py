@@ -30,21 +30,32 @@ OPTIONS = {"oar_g": {"variant": "grail_port"}}  # the published comparison's
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     of_model = {setting.name: setting.theirs for setting in MODEL}
     data = "hub name, or a .jsonl file with `prompt` and `solution`"
-    parser.add_argument("--method", default="grail", choices=sorted(methods()), help="uniform: the baseline")
-    parser.add_argument("--model", default=of_model["model_name_or_path"], help="hub name or folder")
+    parser.add_argument(
+        "--method", default="grail", choices=sorted(methods()), help="uniform: the baseline"
+    )
+    parser.add_argument(
+        "--model", default=of_model["model_name_or_path"], help="hub name or folder"
+    )
     parser.add_argument("--data", default=next(iter(of_model["dataset_mixer"])), help=data)
     parser.add_argument("--output", type=Path, help="default: outputs/trl_published_METHOD")
-    parser.add_argument("--set", action="append", default=[], help="NAME=VALUE of GRPOConfig's, in YAML")
+    parser.add_argument(
+        "--set", action="append", default=[], help="NAME=VALUE of GRPOConfig's, in YAML"
+    )
     options = parser.parse_args()
     output = options.output or Path("outputs", f"trl_published_{options.method}")
     arguments = trl_arguments(int(os.environ.get("WORLD_SIZE", "1")))
     dtype = "float32"
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # it keeps a copy in float32
         dtype = of_model["dtype"]
-    arguments["model_init_kwargs"] = {"dtype": dtype, "attn_implementation": of_model["attn_implementation"]}
+    arguments["model_init_kwargs"] = {
+        "dtype": dtype,
+        "attn_implementation": of_model["attn_implementation"],
+    }
     arguments |= {name: of_model[name] for name in ("save_steps", "save_total_limit")}
     arguments["logging_steps"] = 1
     arguments["save_only_model"] = True
@@ -73,7 +84,11 @@ def problems(source: str) -> Dataset:
         rows = load_dataset(source, split="train")
     check_ground_truths(rows["solution"], source)
     return rows.map(
-        lambda row: {"prompt": [{**row["prompt"][0], "content": row["prompt"][0]["content"] + PUBLISHED_SUFFIX}]}
+        lambda row: {
+            "prompt": [
+                {**row["prompt"][0], "content": row["prompt"][0]["content"] + PUBLISHED_SUFFIX}
+            ]
+        }
     )
 
 

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 
 ROUNDING = 1e-3  # most that rounding puts a log-probability above 0, or an entropy below
-MOST_UNKNOWN = 0.1  # share of response tokens that the tokenizer may not have, as embeddings are often padded
+MOST_UNKNOWN = (
+    0.1  # share of response tokens that the tokenizer may not have, as embeddings are often padded
+)
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,23 @@ def compute_token_weights(
     Raises:
         ValueError: an argument of the wrong type, shape, dtype or range, or one that the method lacks; naming it.
     """
-    _need(isinstance(config, BaseMethod), "config", config, "a method with its options, such as Grail()")
+    _need(
+        isinstance(config, BaseMethod),
+        "config",
+        config,
+        "a method with its options, such as Grail()",
+    )
     are_examples = isinstance(examples, Sequence | None)
-    are_examples = are_examples and all(isinstance(example, Example | None) for example in examples or ())
+    are_examples = are_examples and all(
+        isinstance(example, Example | None) for example in examples or ()
+    )
     _need(are_examples, "examples", examples, "a list of Example or None")
-    _need(_is_number(temperature) and temperature > 0, "temperature", temperature, "that of the sampling, above 0")
+    _need(
+        _is_number(temperature) and temperature > 0,
+        "temperature",
+        temperature,
+        "that of the sampling, above 0",
+    )
     for name, value, least in (("step", step, 0), ("tokens", tokens, 1)):
         fits = _is_number(value) and value >= least and value == int(value)
         _need(fits, name, value, f"a whole number of at least {least}")
@@ -190,7 +204,9 @@ class PlainHost:
         tokens: int = FORWARD_TOKENS,
         device: torch.device | str = "cpu",
     ) -> None:
-        from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
+        from grail_advantage.model.hugging_face import (
+            HuggingFaceModel,
+        )  # not above: naming the methods would import it
 
         self._rollouts = rollouts
         self._model = HuggingFaceModel(
@@ -203,7 +219,9 @@ class PlainHost:
             tokens=int(tokens),
         )
 
-    def columns(self, names: Sequence[str], selected: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def columns(
+        self, names: Sequence[str], selected: Sequence[int] | None = None
+    ) -> dict[str, Tensor]:
         """Run a forward over every response, and one with the adapter off where a reference is asked for; none runs
         where none is ``selected`` and no other rank waits. ValueError: there is no adapter."""
         if selected is not None and not selected and self._model.rounds.group is None:
@@ -232,7 +250,9 @@ class PlainHost:
         return run_rows(method, rows, self._model)
 
 
-def _check_values(name: str, values: Tensor | None, inside: Tensor, sign: float, allowed: str) -> None:
+def _check_values(
+    name: str, values: Tensor | None, inside: Tensor, sign: float, allowed: str
+) -> None:
     """Raise ValueError, naming the argument, for a value on the wrong side of 0 by more than rounding."""
     if values is None:
         return
@@ -243,7 +263,9 @@ def _check_values(name: str, values: Tensor | None, inside: Tensor, sign: float,
 
 def _check_model(model: Any, tokenizer: Any, rollouts: Rollouts) -> None:
     """Raise ValueError, naming the argument, for a model or tokenizer that the token ids cannot be of."""
-    from transformers import PreTrainedTokenizerBase  # not above: naming the methods would import it
+    from transformers import (
+        PreTrainedTokenizerBase,
+    )  # not above: naming the methods would import it
 
     kind = type(model).__name__
     vectors: Any = None
@@ -261,13 +283,20 @@ def _check_model(model: Any, tokenizer: Any, rollouts: Rollouts) -> None:
     # On a GPU such an id ends in an assertion of the device, which names no argument.
     for ids in (*rollouts.prompts, *rollouts.responses):
         unknown = ids[(ids < 0) | (ids >= vocabulary)].tolist()[:1]
-        remedy = f"of the model, which knows 0 to {vocabulary - 1}; mask padding with attention_mask"
+        remedy = (
+            f"of the model, which knows 0 to {vocabulary - 1}; mask padding with attention_mask"
+        )
         _need(not unknown, "input_ids", unknown, remedy)
     written = rollouts.tokens[rollouts.tokens >= 0]
     share = 0.0
     if len(written):
         share = float((written >= len(tokenizer)).double().mean())
-    _need(share <= MOST_UNKNOWN, "tokenizer", kind, f"the model's own; it lacks {share:.0%} of the response tokens")
+    _need(
+        share <= MOST_UNKNOWN,
+        "tokenizer",
+        kind,
+        f"the model's own; it lacks {share:.0%} of the response tokens",
+    )
 
 
 def _need(fits: object, name: str, value: object, allowed: str) -> None:

@@ -102,7 +102,9 @@ def part(r: Rollouts, indices: Sequence[int]) -> Rollouts:
     return replace(r.part(indices), tokenizer=r.tokenizer)
 
 
-def unequal(weighed: Weighed, expected: Weighed, indices: Sequence[int], rtol: float = 1e-5) -> list[str]:
+def unequal(
+    weighed: Weighed, expected: Weighed, indices: Sequence[int], rtol: float = 1e-5
+) -> list[str]:
     """Which results of its first responses are not those of these responses of ``expected``."""
     names = []
     for name in ("weights", "advantages", "scores"):
@@ -112,7 +114,11 @@ def unequal(weighed: Weighed, expected: Weighed, indices: Sequence[int], rtol: f
         # Each batch is as wide as its longest response: beyond the narrower one nothing may be.
         rests = [values[:, common:], expected_values[:, common:]]
         is_equal = torch.allclose(
-            values[:, :common], expected_values[:, :common], rtol=rtol, atol=rtol / 10, equal_nan=True
+            values[:, :common],
+            expected_values[:, :common],
+            rtol=rtol,
+            atol=rtol / 10,
+            equal_nan=True,
         )
         if not is_equal or any(bool(rest.nan_to_num().any()) for rest in rests):
             names.append(name)
@@ -174,17 +180,33 @@ def faults(method: BaseMethod, r: Rollouts, model: PreTrainedModel) -> list[str]
             "take a score there from something else (r.written says where the model wrote)"
         )
     if torch.equal(expected.weights, r.mask.float()) and not expected.gave_advantages:
-        sentences.append("every weight is 1: nothing was tried; give options that make it do something")
+        sentences.append(
+            "every weight is 1: nothing was tried; give options that make it do something"
+        )
     return sentences
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check the methods that a file registers; 1 where one breaks the contract."""
-    parser = argparse.ArgumentParser(prog="python -m grail_advantage.check", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m grail_advantage.check", description=__doc__.splitlines()[0]
+    )
     add = parser.add_argument
     add("file", type=Path, help="a Python file that registers methods")
-    add("--options", type=json.loads, default={}, help="of the methods, as JSON: %(metavar)s", metavar='{"weight": 3}')
-    add("--field", action="append", default=[], metavar="NAME=JSON", help="a response's value of field:NAME")
+    add(
+        "--options",
+        type=json.loads,
+        default={},
+        help="of the methods, as JSON: %(metavar)s",
+        metavar='{"weight": 3}',
+    )
+    add(
+        "--field",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="a response's value of field:NAME",
+    )
     args = parser.parse_args(argv)
     registered_before = dict(methods())
     runpy.run_path(str(args.file), run_name=args.file.stem)
@@ -192,12 +214,16 @@ def main(argv: list[str] | None = None) -> int:
     if not registered:
         complain("check", f"{args.file} registers no method; put @register('a_name') on its class")
         return 1
-    fields = {name: json.loads(value) for name, _, value in (field.partition("=") for field in args.field)}
+    fields = {
+        name: json.loads(value) for name, _, value in (field.partition("=") for field in args.field)
+    }
     status = 0
     for name in registered:
         method = build(name, args.options)
         lacking = [
-            f"give --field {field}=JSON, a response's value" for field in method.field_names if field not in fields
+            f"give --field {field}=JSON, a response's value"
+            for field in method.field_names
+            if field not in fields
         ]
         sentences = lacking or faults(method, sample_rollouts(fields), tiny_model())
         status |= bool(sentences)

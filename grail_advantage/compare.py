@@ -63,21 +63,37 @@ def student_quantile(share: float, freedom: int) -> float:
 
 def smallest_shown(deviation: float, seeds: int) -> float:
     """The difference that an interval of so many paired seeds excludes 0 for, about four times in five."""
-    return (student_quantile(0.975, seeds - 1) + student_quantile(0.8, seeds - 1)) * deviation / math.sqrt(seeds)
+    return (
+        (student_quantile(0.975, seeds - 1) + student_quantile(0.8, seeds - 1))
+        * deviation
+        / math.sqrt(seeds)
+    )
 
 
 def read_run(path: Path) -> Figures:
     """A run's finite figures by name and step. ValueError: there are none; OSError of the disk."""
     # TRL keeps its log in each checkpoint; that of the newest is the longest.
-    checkpoints = sorted(path.glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
-    files = [path, path / "metrics.jsonl", Path(f"{path}.jsonl"), path / "trainer_state.json", *checkpoints[::-1]]
+    checkpoints = sorted(
+        path.glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime
+    )
+    files = [
+        path,
+        path / "metrics.jsonl",
+        Path(f"{path}.jsonl"),
+        path / "trainer_state.json",
+        *checkpoints[::-1],
+    ]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        raise ValueError(f"{path} holds no metrics: neither metrics.jsonl, nor {path}.jsonl, nor trainer_state.json")
+        raise ValueError(
+            f"{path} holds no metrics: neither metrics.jsonl, nor {path}.jsonl, nor trainer_state.json"
+        )
     figures: Figures = {}
     try:
         if file.suffix == ".json":
-            records = [(record["step"], record) for record in read_json(read_bytes(file))["log_history"]]
+            records = [
+                (record["step"], record) for record in read_json(read_bytes(file))["log_history"]
+            ]
         else:
             lines = [read_json(line) for _, line in numbered_lines(file)]
             records = [(line["step"], line["data"]) for line in lines]
@@ -101,7 +117,9 @@ def read_side(runs: Sequence[str]) -> dict[int, tuple[str, Figures]]:
             raise ValueError(f"{run}: which seed? Give SEED={run}, or a path that has seedN in it")
         seed = int(explicit[1] if explicit else of_path[-1])
         if seed in side:
-            raise ValueError(f"seed {seed} twice on one side: {side[seed][0]} and {path}; give a run of each seed once")
+            raise ValueError(
+                f"seed {seed} twice on one side: {side[seed][0]} and {path}; give a run of each seed once"
+            )
         side[seed] = (str(path), read_run(path))
     return side
 
@@ -127,7 +145,9 @@ def metric_of(runs: Sequence[tuple[str, Figures]]) -> str:
         for name in sorted(names):
             if re.fullmatch(pattern, name):
                 return name
-    raise ValueError(f"name a --metric; all runs have {', '.join(sorted(names)[:40]) or 'none in common'}")
+    raise ValueError(
+        f"name a --metric; all runs have {', '.join(sorted(names)[:40]) or 'none in common'}"
+    )
 
 
 def differences(
@@ -138,7 +158,10 @@ def differences(
     for step in steps:
         values = [run[step] for run in side]
         baseline_values = [run[step] for run in baseline]
-        pairs = [value - baseline_value for value, baseline_value in zip(values, baseline_values, strict=True)]
+        pairs = [
+            value - baseline_value
+            for value, baseline_value in zip(values, baseline_values, strict=True)
+        ]
         deviation = math.nan
         half = math.nan
         if len(pairs) > 1:
@@ -171,7 +194,9 @@ def verdict(rows: Sequence[Difference], seeds: Sequence[int]) -> list[str]:
     outcome = "the interval excludes 0" if excludes_zero else "no difference is shown"
     lines = [f"Step {last.step}: {outcome}. Nothing is corrected for several looks."]
     if last.deviation > 0:
-        needed = ", ".join(f"{count} seeds {smallest_shown(last.deviation, count):.3g}" for count in COUNTS)
+        needed = ", ".join(
+            f"{count} seeds {smallest_shown(last.deviation, count):.3g}" for count in COUNTS
+        )
         lines.append(
             f"At these pairs' deviation, {last.deviation:.3g}, a difference shows four times in five from: {needed}."
         )
@@ -182,8 +207,14 @@ def table(rows: Sequence[Difference]) -> list[tuple[str, ...]]:
     """The cells of the table, its head first."""
     cells: list[tuple[str, ...]] = [("step", "A - B", "95 % interval", "A", "B")]
     for row in rows:
-        interval = "" if math.isnan(row.half) else f"[{row.value - row.half:.4g}, {row.value + row.half:.4g}]"
-        cells.append((str(row.step), f"{row.value:+.4g}", interval, *(f"{mean:.4g}" for mean in row.means)))
+        interval = (
+            ""
+            if math.isnan(row.half)
+            else f"[{row.value - row.half:.4g}, {row.value + row.half:.4g}]"
+        )
+        cells.append(
+            (str(row.step), f"{row.value:+.4g}", interval, *(f"{mean:.4g}" for mean in row.means))
+        )
     return cells
 
 
@@ -234,36 +265,66 @@ def compared(args: argparse.Namespace, against: Sequence[str]) -> tuple[list[str
         if lacking:
             raise ValueError(f"{', '.join(lacking)}: no figures of {metric}")
         # By step, not in the order of the log: smoothing takes the values before a step.
-        curves = [smoothed(dict(sorted(figures[metric].items())), args.window) for _, figures in runs]
+        curves = [
+            smoothed(dict(sorted(figures[metric].items())), args.window) for _, figures in runs
+        ]
         common = sorted(set.intersection(*(set(curve) for curve in curves)))
         # Of ten steps in common the third, fifth, eighth and tenth.
         steps = args.step
         if not steps and common:
             steps = sorted({common[math.ceil(len(common) * part / 4) - 1] for part in range(1, 5)})
         if not steps or set(steps) - set(common):
-            raise ValueError(f"{metric}: not all runs have the steps {steps or ''}; all have {common[:40]}")
+            raise ValueError(
+                f"{metric}: not all runs have the steps {steps or ''}; all have {common[:40]}"
+            )
         rows = differences(curves[: len(seeds)], curves[len(seeds) :], steps)
         title = f"{metric}, A - B, paired by seed: {', '.join(map(str, seeds))}"
         left_out = sorted(side.keys() ^ baseline.keys())
         words = verdict(rows, seeds)
         if left_out:
-            words.append(f"Left out, as only one side has them: seeds {', '.join(map(str, left_out))}.")
+            words.append(
+                f"Left out, as only one side has them: seeds {', '.join(map(str, left_out))}."
+            )
         cells = table(rows)
         names = f"A: {' '.join(args.runs)}; B: {' '.join(against)}"
-        lines += [names, title, *("  ".join(f"{cell:>18}" for cell in row) for row in cells), *words, ""]
+        lines += [
+            names,
+            title,
+            *("  ".join(f"{cell:>18}" for cell in row) for row in cells),
+            *words,
+            "",
+        ]
         all_rows = differences(curves[: len(seeds)], curves[len(seeds) :], common)
-        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells
+        )
         paragraphs = "".join(f"<p>{html.escape(text)}</p>" for text in [names, *words])
-        sections += f"<h2>{html.escape(title)}</h2>{paragraphs}<table>{body}</table>{drawn(all_rows)}"
+        sections += (
+            f"<h2>{html.escape(title)}</h2>{paragraphs}<table>{body}</table>{drawn(all_rows)}"
+        )
     return lines, sections
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the comparisons, write the page; 1 with a message for runs that cannot be compared."""
-    parser = argparse.ArgumentParser(prog="python -m grail_advantage.compare", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m grail_advantage.compare", description=__doc__.splitlines()[0]
+    )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="A", help="folders or files of metrics; the seed is SEED=PATH or seedN in the path")
-    add("--against", nargs="+", action="append", required=True, metavar="B", help="baseline runs; may be repeated")
+    add(
+        "runs",
+        nargs="+",
+        metavar="A",
+        help="folders or files of metrics; the seed is SEED=PATH or seedN in the path",
+    )
+    add(
+        "--against",
+        nargs="+",
+        action="append",
+        required=True,
+        metavar="B",
+        help="baseline runs; may be repeated",
+    )
     add("--metric", action="append", help="default: held-out accuracy, else the training reward")
     add("--step", type=int, nargs="+", help="default: four of those that all runs have")
     add(

@@ -34,7 +34,11 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 temperature, that policy's entropy in nats at the token's predictor position, the log-probability under the run's
 reference, and the one that the engine gave which sampled the token (for the dump alone)."""
 OF_POLICY = (OLD_LOG_PROBS, ENTROPY)  # that a forward of the policy gives
-DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy", REF_LOG_PROBS: "ref_log_prob"}  # by names in the dump
+DUMPED = {
+    OLD_LOG_PROBS: "old_log_prob",
+    ENTROPY: "entropy",
+    REF_LOG_PROBS: "ref_log_prob",
+}  # by names in the dump
 LARGEST = 1e18  # a larger reward or advantage trains nothing, like one that is not finite: its square leaves float32
 _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
@@ -63,7 +67,9 @@ def token_mean(values: Tensor, mask: Tensor) -> float:
 def runs(marked: np.ndarray) -> list[tuple[int, int]]:
     """Give the half-open ranges of marked tokens (T,). Those that the model wrote make its turns."""
     # Of [0, 1, 1, 0, 1] the edges are 1, 3, 4, 5, and so the ranges (1, 3) and (4, 5).
-    edges = np.diff(np.asarray(marked, dtype=bool), prepend=False, append=False).nonzero()[0].tolist()
+    edges = (
+        np.diff(np.asarray(marked, dtype=bool), prepend=False, append=False).nonzero()[0].tolist()
+    )
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -83,9 +89,23 @@ def stacked(micro_batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [torch.cat(column) for column in columns]
 
 
-_WHOLE = {torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
+_WHOLE = {
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
-_KINDS = {"flags": {torch.bool} | _WHOLE | _FLOATS, "whole": _WHOLE, "floats": _FLOATS, "numbers": _WHOLE | _FLOATS}
+_KINDS = {
+    "flags": {torch.bool} | _WHOLE | _FLOATS,
+    "whole": _WHOLE,
+    "floats": _FLOATS,
+    "numbers": _WHOLE | _FLOATS,
+}
 
 
 def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = None) -> Tensor:
@@ -93,17 +113,23 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
     numbers as int64, ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another
     shape."""
     if not isinstance(values, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)")
+        raise ValueError(
+            f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)"
+        )
     # A sparse, nested or meta tensor has a shape, and no values to look at.
     is_dense = values.layout == torch.strided and not (values.is_nested or values.is_meta)
     fits = is_dense and values.dtype in _KINDS[kind] and not values.is_quantized
     if not fits or (shape is not None and tuple(values.shape) != tuple(shape)):
         got = f"{values.dtype} of shape {tuple(values.shape)}, {values.layout}, on {values.device}"
-        raise ValueError(f"{name} must be a dense tensor of {kind} of shape {shape and tuple(shape)}, got {got}")
+        raise ValueError(
+            f"{name} must be a dense tensor of {kind} of shape {shape and tuple(shape)}, got {got}"
+        )
     values = values.detach().cpu()
     if kind == "flags":
         if values.dtype != torch.bool and ((values != 0) & (values != 1)).any():
-            raise ValueError(f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant")
+            raise ValueError(
+                f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant"
+            )
         return values.bool()
     if kind == "whole":
         return values.long()
@@ -115,7 +141,9 @@ def _check_one_a_response(name: str, values: Any, count: int) -> None:
     is_list = hasattr(values, "__len__") and not isinstance(values, str)
     # In this order: len() of an array without dimensions raises.
     if not is_list or getattr(values, "ndim", 1) != 1 or len(values) != count:
-        raise ValueError(f"{name} must be a list with one value a response, {count} of them; got {values!r}")
+        raise ValueError(
+            f"{name} must be a list with one value a response, {count} of them; got {values!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +151,9 @@ class Example:
     """It holds a response's prompt and data, for methods that ask differently."""
 
     messages: Sequence[Mapping[str, Any]]  # before the chat template
-    columns: Mapping[str, Any]  # the data set's others; verl keeps the truth in reward_model.ground_truth
+    columns: Mapping[
+        str, Any
+    ]  # the data set's others; verl keeps the truth in reward_model.ground_truth
     template_options: Mapping[str, Any]  # of the chat template, such as enable_thinking
 
 
@@ -143,7 +173,9 @@ class Rollouts:
     prompts: Sequence[Tensor]  # int64 (P,) each, at least one token
     responses: Sequence[Tensor]  # int64 (T,) each; with what tools and users said in them
     mask: Tensor  # bool (B, T): the tokens that train; T is that of the longest response
-    advantages: Tensor  # (B,), before weighting; NaN (no reward) or more than LARGEST trains nothing
+    advantages: (
+        Tensor  # (B,), before weighting; NaN (no reward) or more than LARGEST trains nothing
+    )
     tokenizer: PreTrainedTokenizerBase = None
     answer: AnswerFormat = BOXED
     # bool (B, T): the tokens that the model wrote; by default those that train
@@ -151,17 +183,25 @@ class Rollouts:
     truncated: Tensor | None = None  # bool (B,): hit the length limit without an end token
     masked: Tensor | None = None  # bool (B,): train nothing, whatever their advantage
     groups: Tensor | None = None  # int64 (B,), at least 0; the same for responses to one prompt
-    rewards: Tensor | None = None  # (B,): the sum of each response's rewards, NaN where it could not be scored
-    sessions: Sequence[tuple[Any, int]] | None = None  # each response's conversation, and its number in it
+    rewards: Tensor | None = (
+        None  # (B,): the sum of each response's rewards, NaN where it could not be scored
+    )
+    sessions: Sequence[tuple[Any, int]] | None = (
+        None  # each response's conversation, and its number in it
+    )
     examples: Sequence[Example | None] | None = None
-    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # one value a response, for ``field:NAME``
+    fields: Mapping[str, Sequence[Any]] = field(
+        default_factory=dict
+    )  # one value a response, for ``field:NAME``
     # The columns of READS that the host has; to a method NaN where the model did not write
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     keys: Sequence[str] = ()
     places: Sequence[int] = ()  # by default 0, 1, 2, ... both
     # For the dump: id, ground_truth, outcome, prompt, reward, labels
     facts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    mean: Callable[[Tensor, Tensor], float] = token_mean  # of values (B, T) under a mask, as the run's loss takes it
+    mean: Callable[[Tensor, Tensor], float] = (
+        token_mean  # of values (B, T) under a mask, as the run's loss takes it
+    )
     step: int = 0
     span: str = "last"  # which complete answer of a response counts; set by for_method()
     known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
@@ -200,10 +240,14 @@ class Rollouts:
         for index, (prompt, response) in enumerate(zip(self.prompts, self.responses, strict=True)):
             # The first token is predicted at the position before it.
             if len(response) and not len(prompt):
-                raise ValueError(f"response {index} has no prompt token before it; add at least one")
+                raise ValueError(
+                    f"response {index} has no prompt token before it; add at least one"
+                )
         # -1 is the group of copies that fill up a rank.
         if self.groups is not None and (self.groups < 0).any():
-            raise ValueError(f"groups holds {int(self.groups.min())}; number them from 0, as torch.unique does")
+            raise ValueError(
+                f"groups holds {int(self.groups.min())}; number them from 0, as torch.unique does"
+            )
 
     @classmethod
     def from_padded(
@@ -242,7 +286,9 @@ class Rollouts:
         attended = checked("attention_mask (beside input_ids)", attention_mask, "flags", ids.shape)
         marked = checked("response_mask (beside input_ids)", response_mask, "flags", ids.shape)
         if (marked & ~attended).any():
-            raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
+            raise ValueError(
+                "response_mask marks a padding token; it must lie inside attention_mask"
+            )
         has_begun = marked.cumsum(dim=-1) > 0
         goes_on = marked.flip(-1).cumsum(dim=-1).flip(-1) > 0
         # From the first marked token to the last: what a tool wrote between them is part of the response.
@@ -306,8 +352,13 @@ class Rollouts:
         """Give the first or the last complete answer of each response among the tokens that the model wrote."""
         # In a field, which replace() and part() hand on, so that a part without the tokenizer has them too.
         if which not in self.known_spans:
-            generated = [ids[: len(response)] for ids, response in zip(self.tokens, self.responses, strict=True)]
-            self.known_spans[which] = list(find_generated_spans(generated, self.tokenizer, which, self.answer))
+            generated = [
+                ids[: len(response)]
+                for ids, response in zip(self.tokens, self.responses, strict=True)
+            ]
+            self.known_spans[which] = list(
+                find_generated_spans(generated, self.tokenizer, which, self.answer)
+            )
         return self.known_spans[which]
 
     @property
@@ -323,7 +374,9 @@ class Rollouts:
     @cached_property
     def answered(self) -> Tensor:
         """Say which responses have an answer, bool (B,)."""
-        return torch.tensor([span is not None for span in self.answers], dtype=torch.bool, device="cpu")
+        return torch.tensor(
+            [span is not None for span in self.answers], dtype=torch.bool, device="cpu"
+        )
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -332,7 +385,9 @@ class Rollouts:
         bounds = torch.zeros(len(self), 3, dtype=torch.int64, device="cpu")
         for bounds_3, span in zip(bounds, self.answers, strict=True):
             if span is not None:
-                bounds_3[:] = torch.tensor((span.start, span.content_start, span.content_end), device="cpu")
+                bounds_3[:] = torch.tensor(
+                    (span.start, span.content_start, span.content_end), device="cpu"
+                )
         return bounds
 
     @cached_property
@@ -366,7 +421,9 @@ class Rollouts:
         if method.needs_tokenizer and self.tokenizer is None:
             lacks += ["tokenizer"]
         if lacks:
-            raise ValueError(f"{method.name} reads {', '.join(sorted(lacks))}, which the rollouts lack; pass them")
+            raise ValueError(
+                f"{method.name} reads {', '.join(sorted(lacks))}, which the rollouts lack; pass them"
+            )
         # Masked responses stay in the batch: others of their group may be compared with them.
         masked = ~within_range(self.advantages)
         if self.masked is not None:
@@ -394,19 +451,25 @@ class Rollouts:
     def plain_rows(self) -> list[Row]:
         """Give every response that has a token, without its answer, for
         :func:`grail_advantage.model.hugging_face.read_columns`."""
-        return [self._plain_row(index) for index, response in enumerate(self.responses) if len(response)]
+        return [
+            self._plain_row(index) for index, response in enumerate(self.responses) if len(response)
+        ]
 
     def _plain_row(self, index: int) -> Row:
         prompt = self.prompts[index]
         response = self.responses[index]
         tokens = torch.cat([prompt, response])
-        return Row(tokens, len(prompt), len(response), answer=None, advantage=0.0, group=index, index=index)
+        return Row(
+            tokens, len(prompt), len(response), answer=None, advantage=0.0, group=index, index=index
+        )
 
     def columns_from(
         self, rows: Sequence[Row], values: Sequence[Mapping[str, Tensor]], names: Sequence[str]
     ) -> dict[str, Tensor]:
         """Give the named values (T,) of some rows as columns, float32 (B, T), 0 where the model did not write."""
-        columns = {name: self.mask.new_zeros(self.mask.shape, dtype=torch.float32) for name in names}
+        columns = {
+            name: self.mask.new_zeros(self.mask.shape, dtype=torch.float32) for name in names
+        }
         for row, values_of_row in zip(rows, values, strict=True):
             for name in names:
                 columns[name][row.index, : row.length] = values_of_row[name]
@@ -452,7 +515,9 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
         return [entry for part in values for entry in part]
 
     names = parts[0].__dataclass_fields__.keys() - _SHARED
-    return replace(parts[0], **{name: join([getattr(part, name) for part in parts]) for name in names})
+    return replace(
+        parts[0], **{name: join([getattr(part, name) for part in parts]) for name in names}
+    )
 
 
 def _of_rows(values: Any, indices: Sequence[int], width: int) -> Any:
@@ -487,7 +552,9 @@ class RowScores:
     """It holds the results of a pass for one row."""
 
     scores: Tensor  # float32, of the response tokens from the first on; tokens after the last score have none
-    norms: Tensor | None = None  # 1-D float32: the gradient norms of all positions looked at, for the metrics
+    norms: Tensor | None = (
+        None  # 1-D float32: the gradient norms of all positions looked at, for the metrics
+    )
 
     def on_cpu(self) -> RowScores:
         """Give a copy for another process, and for :func:`grail_advantage.weigh.weigh`."""
@@ -506,20 +573,29 @@ class Weighed:
     selected: Tensor  # bool (B,): needed scores
     failed: Tensor  # bool (B,): selected, with a score or weight that is not finite
     scores: Tensor  # float32 (B, T); NaN where there is none
-    weights: Tensor  # float32 (B, T), 0 outside the mask; 1 inside for a method that gives advantages
+    weights: (
+        Tensor  # float32 (B, T), 0 outside the mask; 1 inside for a method that gives advantages
+    )
     advantages: Tensor  # float32 (B, T): A_t, 0 outside the mask
     by_score: Tensor  # bool (B, T): the weight comes from the token's score, not from an override
     low: Tensor  # bool (B, T): the weight from the score met its map's lower bound
     high: Tensor
     gave_advantages: bool = False  # the method gives token advantages, not weights
-    no_scores: Sequence[str | None] = ()  # why each response has no scores of its own; None where it has
+    no_scores: Sequence[
+        str | None
+    ] = ()  # why each response has no scores of its own; None where it has
     metrics: Mapping[str, float] = field(default_factory=dict)  # see grail_advantage.metrics
 
     def part(self, indices: Sequence[int]) -> Weighed:
         """Give some responses alone, see :meth:`Rollouts.part`."""
         rollouts = self.rollouts.part(indices)
         fields = {}
-        for name in self.__dataclass_fields__.keys() - {"method", "rollouts", "gave_advantages", "metrics"}:
+        for name in self.__dataclass_fields__.keys() - {
+            "method",
+            "rollouts",
+            "gave_advantages",
+            "metrics",
+        }:
             fields[name] = _of_rows(getattr(self, name), indices, rollouts.mask.shape[1])
         return replace(self, rollouts=rollouts, **fields)
 

@@ -71,11 +71,20 @@ COLUMNS = (
     "rollout_log_probs",
     "ref_log_prob",
 )
-OF_METHOD = {"name": TEXT, "score": FLOATS, "advantage": FLOATS, "weight": FLOATS, "no_scores": TEXT}
+OF_METHOD = {
+    "name": TEXT,
+    "score": FLOATS,
+    "advantage": FLOATS,
+    "weight": FLOATS,
+    "no_scores": TEXT,
+}
 SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
     {
         **dict.fromkeys(("step", "update", "row", "group"), INT),
-        **dict.fromkeys(("key", "prompt", "response", "id", "ground_truth", "outcome", "answer", "no_scores"), TEXT),
+        **dict.fromkeys(
+            ("key", "prompt", "response", "id", "ground_truth", "outcome", "answer", "no_scores"),
+            TEXT,
+        ),
         "reward": pa.float64(),
         "truncated": pa.bool_(),
         **dict.fromkeys(("span", "prompt_ids", "token_ids"), INTS),
@@ -86,23 +95,31 @@ SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
         "labels": TEXT,
     }
 )
-BY_UPDATE = ("by_update", "clipped_by_update")  # a list for each optimiser step, of floats, one a token
-RECEIVED_SCHEMA = pa.schema(  # the columns of ``received_000123.parquet``; in a table they follow the others
-    {
-        "key": TEXT,
-        "updates": INTS,
-        "received": FLOATS,
-        "clipped": FLOATS,
-        **dict.fromkeys(BY_UPDATE, pa.list_(FLOATS)),
-        "effect": FLOATS,  # the change of each token's log-probability by the update
-    }
+BY_UPDATE = (
+    "by_update",
+    "clipped_by_update",
+)  # a list for each optimiser step, of floats, one a token
+RECEIVED_SCHEMA = (
+    pa.schema(  # the columns of ``received_000123.parquet``; in a table they follow the others
+        {
+            "key": TEXT,
+            "updates": INTS,
+            "received": FLOATS,
+            "clipped": FLOATS,
+            **dict.fromkeys(BY_UPDATE, pa.list_(FLOATS)),
+            "effect": FLOATS,  # the change of each token's log-probability by the update
+        }
+    )
 )
 ALL = (*SCHEMA.names, *RECEIVED_SCHEMA.names[1:])
 _PER_TOKEN = ("token_ids", "mask", *COLUMNS, "received", "clipped", "effect")
 _FIELDS = {field.name: field for schema in (RECEIVED_SCHEMA, SCHEMA) for field in schema}
 # Columns of which every response has all values.
 _WHOLE = ("key", "row", "group", "prompt", "token_ids", "tokens", "mask", "weight", "advantage")
-_KEYS = {"step": b"grail_advantage", "received": b"grail_advantage_received"}  # of the headers, by kind of file
+_KEYS = {
+    "step": b"grail_advantage",
+    "received": b"grail_advantage_received",
+}  # of the headers, by kind of file
 _SUFFIXES = {**dict.fromkeys(_PER_TOKEN, "_T"), **dict.fromkeys(BY_UPDATE, "_KT")}
 
 
@@ -117,8 +134,12 @@ class DumpHeader:
     reshaper: str | None = None
     model: str = ""
     temperature: float | None = None
-    rows_in_step: int | None = None  # responses of the update's batch, without those that only fill it up
-    special_tokens: Mapping[int, str] = field(default_factory=dict)  # names of tokens without text, by id
+    rows_in_step: int | None = (
+        None  # responses of the update's batch, without those that only fill it up
+    )
+    special_tokens: Mapping[int, str] = field(
+        default_factory=dict
+    )  # names of tokens without text, by id
     written_by: str = ""
     answer: str | None = None  # the format of answers; ``None`` for methods that read none
     gave_advantages: bool = False  # the method gave token advantages, not weights
@@ -132,7 +153,9 @@ _HEADER = TypeAdapter(DumpHeader)
 def as_utf8(text: str | None) -> str | None:
     """Make a text one that the columns can hold: half a surrogate pair becomes U+FFFD. ``None`` stays."""
     # Through UTF-16, in which two halves that meet are their character.
-    return text if text is None else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return (
+        text if text is None else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    )
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
@@ -165,12 +188,22 @@ def write_step(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
 def write_received(folder: Path, header: Mapping[str, Any], table: pa.Table) -> Path:
     """Write what is known after an update, as :func:`write_step` does: a header as ``record_of`` and all columns of
     :data:`RECEIVED_SCHEMA` as :func:`received_table` makes them of a receipt."""
-    return _write(folder, "received", header, table.select(RECEIVED_SCHEMA.names).cast(RECEIVED_SCHEMA), "received")
+    return _write(
+        folder,
+        "received",
+        header,
+        table.select(RECEIVED_SCHEMA.names).cast(RECEIVED_SCHEMA),
+        "received",
+    )
 
 
-def _write(folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, tokens: str) -> Path:
+def _write(
+    folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, tokens: str
+) -> Path:
     _check_lengths(table, table[tokens])
-    table = table.replace_schema_metadata({_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})})
+    table = table.replace_schema_metadata(
+        {_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})}
+    )
     path = _path(folder, kind, header["step"], header.get("update", 0))
     # In memory, as write_whole() writes all at once.
     content = io.BytesIO()
@@ -193,7 +226,9 @@ def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> N
             expected = counts.take(pc.list_parent_indices(lists))
         elif name not in _PER_TOKEN:
             continue
-        are_equal = pc.all(pc.equal(pc.list_value_length(values), expected)).as_py()  # null: there are none
+        are_equal = pc.all(
+            pc.equal(pc.list_value_length(values), expected)
+        ).as_py()  # null: there are none
         if are_equal is False or (name in BY_UPDATE and values.null_count):
             raise ValueError(f"a response has more or fewer values of {name} than tokens")
 
@@ -204,10 +239,14 @@ def _check_foreign(table: pa.Table) -> None:
     table.validate(full=True)
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     for name, column in columns.items():
-        holds_null = column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count)
+        holds_null = column.null_count or (
+            pa.types.is_list(column.type) and column.flatten().null_count
+        )
         if name in _WHOLE and holds_null:
             raise ValueError(f"a response has no value, or an empty one, of {name}")
-    tokens = next((columns[name] for name in ("tokens", "mask", "token_ids") if name in columns), None)
+    tokens = next(
+        (columns[name] for name in ("tokens", "mask", "token_ids") if name in columns), None
+    )
     if tokens is not None:
         _check_lengths(table, tokens)
         if "methods" in columns:
@@ -215,7 +254,9 @@ def _check_foreign(table: pa.Table) -> None:
         if "span" in columns:
             lengths = pc.list_value_length(tokens).to_pylist()
             for span, length in zip(columns["span"].to_pylist(), lengths, strict=True):
-                if span is not None and (len(span) != 4 or [0, *span, length] != sorted([0, *span, length])):
+                if span is not None and (
+                    len(span) != 4 or [0, *span, length] != sorted([0, *span, length])
+                ):
                     raise ValueError(f"{span} is no span of {length} tokens")
     if "labels" in columns:
         for text in columns["labels"].to_pylist():
@@ -255,7 +296,12 @@ def remove_steps(folder: Path, first: int) -> list[Path]:
     for path in [*removed, *Path(folder).glob(".*.writing")]:
         path.unlink()
     if removed:
-        logger.warning("%s: %d files of step %d and later, of an earlier run, removed", folder, len(removed), first)
+        logger.warning(
+            "%s: %d files of step %d and later, of an earlier run, removed",
+            folder,
+            len(removed),
+            first,
+        )
     return removed
 
 
@@ -288,7 +334,11 @@ class DumpFile:
         names = list(columns)
         names_received = [name for name in names if name not in SCHEMA.names]
         # ``key`` joins the two files, and ``mask`` says how many tokens each response has.
-        names_written = [name for name in SCHEMA.names if name in names or (name in ("key", "mask") and names_received)]
+        names_written = [
+            name
+            for name in SCHEMA.names
+            if name in names or (name in ("key", "mask") and names_received)
+        ]
         table = _read(self.path, "step", names_written, self.problems, limit)
         if not names_received:
             return table.select(names)
@@ -312,9 +362,13 @@ class DumpFile:
         for batch in self.table(columns).to_batches(max_chunksize=32):
             by_name = {}
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                by_name[name] = column.to_numpy(False) if pa.types.is_list(column.type) else column.to_pylist()
+                by_name[name] = (
+                    column.to_numpy(False) if pa.types.is_list(column.type) else column.to_pylist()
+                )
             for index in range(len(batch)):
-                yield _row(dict.fromkeys(ALL) | {name: values[index] for name, values in by_name.items()})
+                yield _row(
+                    dict.fromkeys(ALL) | {name: values[index] for name, values in by_name.items()}
+                )
 
 
 @dataclass
@@ -360,7 +414,9 @@ def read_dump(folder: Path | str) -> TokenDump:
     """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``, and logged."""
     folder = Path(folder)
     problems: list[str] = []
-    files = [DumpFile(path, step, update, problems) for step, update, path in _files(folder, "step")]
+    files = [
+        DumpFile(path, step, update, problems) for step, update, path in _files(folder, "step")
+    ]
     if not files:
         problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
     return TokenDump(folder, files, problems)
@@ -375,7 +431,14 @@ def _noting(path: Path, kind: str, problems: list[str]) -> Iterator[None]:
     """Let an error of a damaged file within end there; it is added to the problems and logged."""
     try:
         yield
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         _add_problem(problems, path, kind, error)
 
 
@@ -391,7 +454,9 @@ def _header_in(path: Path, kind: str) -> dict[str, Any]:
     return header
 
 
-def _read(path: Path, kind: str, columns: Sequence[str], problems: list[str], limit: int | None = None) -> pa.Table:
+def _read(
+    path: Path, kind: str, columns: Sequence[str], problems: list[str], limit: int | None = None
+) -> pa.Table:
     """Read columns of a file, null those that it does not have; no rows of a damaged one."""
     with _noting(path, kind, problems):
         _header_in(path, kind)  # a later version's file is not read
@@ -419,7 +484,9 @@ def _with_nulls(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 def _add_problem(problems: list[str], path: Path, kind: str, error: Exception) -> None:
     """Name a file, once, in a line that acts on no terminal, and log it."""
-    problem = visible(f"{path}: is damaged or no {kind} file of a token dump ({why(error)})", breaks=False)
+    problem = visible(
+        f"{path}: is damaged or no {kind} file of a token dump ({why(error)})", breaks=False
+    )
     if problem not in problems:
         problems.append(problem)
         logger.warning(problem)
@@ -456,12 +523,16 @@ class DumpOptions(BaseModel):
     every: int = Field(1, ge=1)  # steps from one dump to the next
     responses: int | None = Field(64, ge=1)  # most responses of a step; ``None`` for all
     received: bool = True  # whether what their tokens receive in the updates is written as well
-    effect_every: int = Field(0, ge=0)  # steps between measurements of the update's effect, a forward each; 0: none
+    effect_every: int = Field(
+        0, ge=0
+    )  # steps between measurements of the update's effect, a forward each; 0: none
 
     @model_validator(mode="after")
     def _effect_needs_received(self) -> DumpOptions:
         if self.effect_every and not self.received:
-            raise ValueError("effect_every is written with what tokens receive; leave received=true")
+            raise ValueError(
+                "effect_every is written with what tokens receive; leave received=true"
+            )
         return self
 
     @classmethod
@@ -476,7 +547,9 @@ class DumpOptions(BaseModel):
             raise ValueError(f"{'.'.join(named) or section}: {first['msg']}") from None
 
 
-def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
+def choose_rows(
+    groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]
+) -> list[int]:
     """Choose the responses of a batch that are written, by group: whole groups, in an order that the seed gives, as
     many as fit (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill
     it up."""
@@ -515,7 +588,9 @@ class Unstopped:
             yield
         except Exception as error:
             if not self.failed:
-                logger.warning("%s: not everything could be written (%r); training continues", self.path, error)
+                logger.warning(
+                    "%s: not everything could be written (%r); training continues", self.path, error
+                )
             self.failed += 1
 
 
@@ -523,7 +598,9 @@ class StepDump(Unstopped):
     """It chooses responses of updates, which share the step's, and writes them. The training waits: 2 s for a million
     tokens, and ``SECONDS`` once for a disk that hangs, after which files are left out until it answers."""
 
-    def __init__(self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float) -> None:
+    def __init__(
+        self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float
+    ) -> None:
         super().__init__(options.folder)
         self._options = options
         self._texts = TokenTexts(tokenizer)
@@ -542,7 +619,9 @@ class StepDump(Unstopped):
         interval = self._options.effect_every
         return interval > 0 and step % interval == 0 and self.writes(step)
 
-    def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
+    def choose(
+        self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]
+    ) -> list[int]:
         """Give the responses to write of an update. The first call removes an earlier run's files of its step and
         later."""
         if not self._begun:
@@ -565,7 +644,9 @@ class StepDump(Unstopped):
     def _in_time(self, write: Callable[[], Any]) -> None:
         with self.attempt():
             if not self._disk.is_alive():
-                self._disk = threading.Thread(target=self.attempt()(write), daemon=True)  # no end of a run waits for it
+                self._disk = threading.Thread(
+                    target=self.attempt()(write), daemon=True
+                )  # no end of a run waits for it
                 self._disk.start()
                 self._disk.join(SECONDS)
             if self._disk.is_alive():
@@ -588,7 +669,9 @@ def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
     )
 
 
-def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighed] | None = None) -> pa.Table:
+def table_of(
+    weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighed] | None = None
+) -> pa.Table:
     """Give the responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``by_method``: what
     several methods made of the same responses, by name. No other function makes such rows."""
     r = weighed.rollouts
@@ -606,7 +689,11 @@ def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighe
 
     methods: list[list[dict[str, Any]]] = [[] for _ in ids]
     for name, entry in (by_method or {}).items():
-        columns = {"score": a_token(entry.scores), "weight": a_token(entry.weights), "no_scores": entry.no_scores}
+        columns = {
+            "score": a_token(entry.scores),
+            "weight": a_token(entry.weights),
+            "no_scores": entry.no_scores,
+        }
         columns["advantage"] = a_token(entry.advantages) if entry.gave_advantages else nothing
         for index, entries in enumerate(methods):
             values_of_response = {column: values[index] for column, values in columns.items()}
@@ -619,7 +706,9 @@ def table_of(weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighe
         entry_of_row.update(label or {})
         labels.append(json.dumps(entry_of_row) if entry_of_row else None)
 
-    answers = [answer_text(texts_T, span, r.answer) for texts_T, span in zip(tokens, spans, strict=True)]
+    answers = [
+        answer_text(texts_T, span, r.answer) for texts_T, span in zip(tokens, spans, strict=True)
+    ]
     # An advantage that is not finite trains nothing: 0, as the method saw it.
     usable = r.mask & within_range(r.advantages)[:, None]
     values: dict[str, Sequence[Any]] = {
@@ -693,7 +782,9 @@ class MetricsFile(Unstopped):
         with self.attempt():
             if self.path.is_file():
                 lines = self.path.read_bytes().splitlines()
-                write_whole(self.path, b"".join(line + b"\n" for line in lines if _step(line) <= last))
+                write_whole(
+                    self.path, b"".join(line + b"\n" for line in lines if _step(line) <= last)
+                )
 
     def add(self, step: int, figures: Mapping[str, Any]) -> None:
         """Add a line of the figures that are numbers; null for one that is not finite, which JSON does not have."""

@@ -28,7 +28,9 @@ EFFECT_METRICS = {
 PROBABILITIES = {"p50": (0.0, 0.5), "p90": (0.5, 0.9), "p99": (0.9, 0.99), "p100": (0.99, math.inf)}
 
 
-def moved_with_advantage(advantages: np.ndarray, effect: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
+def moved_with_advantage(
+    advantages: np.ndarray, effect: np.ndarray, mask: np.ndarray
+) -> tuple[int, int]:
     """Count the tokens that moved in the direction of their advantage, and those that could: all that train, whose
     effect was measured and whose advantage is not 0. Three arrays of one shape."""
     credited = mask & np.isfinite(effect) & (advantages != 0)
@@ -36,7 +38,9 @@ def moved_with_advantage(advantages: np.ndarray, effect: np.ndarray, mask: np.nd
     return int(moved.sum()), int(credited.sum())
 
 
-def effect_figures(advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: Tensor) -> dict[str, float]:
+def effect_figures(
+    advantages: Tensor, effect: Tensor, mask: Tensor, log_probs: Tensor
+) -> dict[str, float]:
     """Compute the figures of :data:`EFFECT_METRICS` over responses that were trained on, without those that no token
     has.
 

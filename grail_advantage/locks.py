@@ -35,14 +35,18 @@ def hold(folder: Path, remedy: str, option: str) -> None:
         # What filelock becomes where there is no flock: a file that outlives a killed process, of which no other node
         # can say whether it lives.
         lock.release(force=True)
-        error = OSError(f"its file system has no flock; remove {folder / LOCK} if that is in the way")
+        error = OSError(
+            f"its file system has no flock; remove {folder / LOCK} if that is in the way"
+        )
     elif isinstance(error, Timeout):
         wait = "wait for it or end it, and the same command resumes it"
         raise ValueError(f"{option}={folder} belongs to a run that lives; {wait}, or {remedy}")
     if error is None:
         _held[folder] = lock
     else:
-        logger.warning("%s cannot be locked (%s); a second start would not be refused", folder, error)
+        logger.warning(
+            "%s cannot be locked (%s); a second start would not be refused", folder, error
+        )
 
 
 def let_go(folder: Path) -> None:

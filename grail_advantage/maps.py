@@ -26,7 +26,9 @@ class Weights(NamedTuple):
     values: Tensor  # float32 (B, T), at least 0; read where the mask is true
     lowest: float = -math.inf  # bounds that the weights were clipped to
     highest: float = math.inf
-    elsewhere: float = 1.0  # of a scored response's tokens outside the mask, for methods without answer weights
+    elsewhere: float = (
+        1.0  # of a scored response's tokens outside the mask, for methods without answer weights
+    )
 
 
 class Map(NamedTuple):
@@ -38,7 +40,9 @@ class Map(NamedTuple):
 MAPS: dict[str, Map] = {}
 
 
-def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
+def register_map(
+    *, ranks: bool = False
+) -> Callable[[Callable[..., Weights]], Callable[..., Weights]]:
     """Make a function the meaning of ``reshaper=<its name>``. Its arguments after x and m are its options; their
     annotations say what is allowed, as ``Annotated[float, Field(gt=0)]`` does. ValueError: the name is taken, or an
     option has no type."""
@@ -49,13 +53,17 @@ def register_map(*, ranks: bool = False) -> Callable[[Callable[..., Weights]], C
         # A map comes again where its module is loaded again.
         if first and first.function.__module__ != function.__module__:
             module = first.function.__module__
-            raise ValueError(f"the map {name} is registered already, by {module}; choose another name")
+            raise ValueError(
+                f"the map {name} is registered already, by {module}; choose another name"
+            )
         hints = get_type_hints(function, include_extras=True)
         options = inspect.signature(function).parameters
         fields: dict[str, Any] = {}
         for option in list(options)[2:]:
             if option not in hints:
-                raise ValueError(f"the map {name}: {option} has no type; write {option}: float = 1.0")
+                raise ValueError(
+                    f"the map {name}: {option} has no type; write {option}: float = 1.0"
+                )
             fields[option] = (hints[option], options[option].default)
         MAPS[name] = Map(function, create_model(name, __config__=STRICT, **fields), ranks)
         return function
@@ -81,22 +89,30 @@ def log_zscore(
     """``clip(weight_mean + weight_std z, weight_min, weight_max)``, ``z = (l - mean l) / sqrt(variance of l + 1e-8)``
     of the log scores ``l = log(x + 1e-8)``, with the population variance, in float64. Negative scores count as 0."""
     if weight_min > weight_max:
-        raise ValueError(f"weight_min={weight_min} is greater than weight_max={weight_max}; swap them")
+        raise ValueError(
+            f"weight_min={weight_min} is greater than weight_max={weight_max}; swap them"
+        )
     # In float64, as the division blows up what float32 rounds off the mean of nearly equal scores.
     log = torch.log(x.clamp(min=0).double() + 1e-8)
     z = log - _mean(log, m)
     # A response without a compared token has no mean to be far from: z is 0.
     z = z / (_mean(z.square(), m) + 1e-8).sqrt()
     z = z.where(m.any(-1, keepdim=True), 0.0).float()
-    return Weights((weight_mean + weight_std * z).clamp(weight_min, weight_max), weight_min, weight_max)
+    return Weights(
+        (weight_mean + weight_std * z).clamp(weight_min, weight_max), weight_min, weight_max
+    )
 
 
 @register_map(ranks=True)
-def bilevel(x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quantile_rule: Rule = "linear") -> Weights:
+def bilevel(
+    x: Tensor, m: Tensor, quantile: Part = 0.4, boost: From0 = 2.0, quantile_rule: Rule = "linear"
+) -> Weights:
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled
     to [0, 1] over the response, tau its quantile, by ``quantile_rule`` between two sorted scores or the one at index
     ``floor(quantile T)``. Equal scores all have weight 1. A score below -1 counts as -1."""
-    if not m.any():  # also where there is no response or no token, of which no extremum could be taken
+    if (
+        not m.any()
+    ):  # also where there is no response or no token, of which no extremum could be taken
         return Weights(torch.ones_like(x, dtype=torch.float32), 0.1)
     log = torch.log1p(x.double().clamp(min=-1 + 1e-8))
     low = torch.where(m, log, math.inf).amin(-1, keepdim=True)
@@ -143,7 +159,9 @@ def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     x = torch.where(m, x.double().clamp(min=0), 0.0)
     count = m.sum(-1, keepdim=True)
     mean = _mean(x, m)
-    p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)  # by the mean, so that no power that matters overflows
+    p = torch.where(mean > 0, x / mean, 0.0).pow(
+        exponent
+    )  # by the mean, so that no power that matters overflows
     total = p.sum(-1, keepdim=True)
     # mean^g total is the sum of x^g.
     is_known = m & (mean.pow(exponent) * total >= 1e-8)
@@ -169,7 +187,10 @@ def count_of_share(share: float, count: Tensor) -> Tensor:
 
 @register_map(ranks=True)
 def top(
-    x: Tensor, m: Tensor, k: Annotated[int, Field(ge=1)] = 1, share: Annotated[Part | None, Field(gt=0)] = None
+    x: Tensor,
+    m: Tensor,
+    k: Annotated[int, Field(ge=1)] = 1,
+    share: Annotated[Part | None, Field(gt=0)] = None,
 ) -> Weights:
     """1 on the response's k highest scores, or on a share of its tokens, rounded up; 0 on all its other tokens."""
     if share is not None and k != 1:

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from grail_advantage.data import Rollouts, Row, RowScores
     from grail_advantage.model.interface import Model
 
-FAMILIES = ("fitted", "oar", "policy", "rlsd", "saliency", "shear", "signed", "text", "turns")  # the files of methods/
+FAMILIES = (
+    "fitted",
+    "oar",
+    "policy",
+    "rlsd",
+    "saliency",
+    "shear",
+    "signed",
+    "text",
+    "turns",
+)  # the files of methods/
 METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
@@ -73,7 +83,9 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
             raise ValueError(f"{cls!r} must be a class of Method or AdvantageMethod")
         first = METHODS.get(name)  # a class comes again where its module is loaded again
         if first and (first.__module__, first.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise NameTakenError(f"method {name!r} is registered already, by {first.__module__}; choose another name")
+            raise NameTakenError(
+                f"method {name!r} is registered already, by {first.__module__}; choose another name"
+            )
         words = {word for word in cls.reads if not word.startswith("field:")}
         if isinstance(cls.uses, str):  # a property where options set it
             words.add(cls.uses)
@@ -94,7 +106,10 @@ def register(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
 def _load_plugins() -> None:
     for family in FAMILIES:
         import_module(f"grail_advantage.methods.{family}")
-    for entry in [*entry_points(group="grail_advantage.methods"), *entry_points(group="grail_advantage.signals")]:
+    for entry in [
+        *entry_points(group="grail_advantage.methods"),
+        *entry_points(group="grail_advantage.signals"),
+    ]:
         try:
             entry.load()
         except Exception as error:  # it stops no other, and no run without it
@@ -119,7 +134,9 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
     options = options or {}
     for option_name in fixed:
         if options.get(option_name) is not None:
-            raise ValueError(f"{cls.section}.{option_name} is set by algorithm.adv_estimator: {cls.names}")
+            raise ValueError(
+                f"{cls.section}.{option_name} is set by algorithm.adv_estimator: {cls.names}"
+            )
     return cls(**{**options, **fixed})
 
 
@@ -143,17 +160,25 @@ class BaseMethod(BaseModel):
     section: ClassVar[str] = "options"  # of a run's configuration, below ``algorithm``
     formula: ClassVar[str] = ""  # the weight in one line of plain text
     source: ClassVar[str] = ""  # where the method comes from, and how well that is known
-    cost: ClassVar[str] = "0"  # on top of GRPO's step, in forwards over the batch; a backward to an activation is one
+    cost: ClassVar[str] = (
+        "0"  # on top of GRPO's step, in forwards over the batch; a backward to an activation is one
+    )
     reads: ClassVar[frozenset[str]] = frozenset()  # of READS, and "field:NAME"
-    data_columns: ClassVar[tuple[str, ...]] = ()  # of the data set, of a method that reads "examples"
+    data_columns: ClassVar[
+        tuple[str, ...]
+    ] = ()  # of the data set, of a method that reads "examples"
     uses: ClassVar[str] = ""  # of the model, by run(); of USES
-    whole_groups: ClassVar[bool] = False  # run() must see the selected responses of a group together
+    whole_groups: ClassVar[bool] = (
+        False  # run() must see the selected responses of a group together
+    )
     ranks_entropy: ClassVar[bool] = False  # coarse values of the entropy would matter
     metrics: ClassVar[dict[str, str]] = {}  # names and meanings of own_figures()
     if TYPE_CHECKING:
         span: Span  # which complete answer of a response counts; an option where answers matter
 
-    mask_truncated: bool = option(True, "whether a response that hit the length limit gets advantage 0")
+    mask_truncated: bool = option(
+        True, "whether a response that hit the length limit gets advantage 0"
+    )
 
     def __init__(self, /, **options: Any) -> None:
         options = {name: plain_value(value) for name, value in options.items() if value is not None}
@@ -181,12 +206,16 @@ class BaseMethod(BaseModel):
         for name, fixed in vars(type(self)).get("names", {}).items():
             if all(getattr(self, key) == value for key, value in fixed.items()):
                 return name
-        raise ValueError(f"{type(self).__name__} is no registered method; put @register('a_name') on the class")
+        raise ValueError(
+            f"{type(self).__name__} is no registered method; put @register('a_name') on the class"
+        )
 
     @property
     def field_names(self) -> list[str]:
         """Give the fields that it reads; a method may take them from an option of its own."""
-        return sorted(word.removeprefix("field:") for word in self.reads if word.startswith("field:"))
+        return sorted(
+            word.removeprefix("field:") for word in self.reads if word.startswith("field:")
+        )
 
     @property
     def skips_unanswered(self) -> bool:
@@ -233,7 +262,9 @@ class BaseMethod(BaseModel):
         """Compute the scores of these rows, in their order, where the model is. With a sharded model a collective:
         every rank calls it with as many rows, and must make the same calls of ``model`` in the same order, whatever its
         rows hold."""
-        raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
+        raise NotImplementedError(
+            f"{type(self).__name__} names uses={self.uses!r} and has no run()"
+        )
 
     def own_figures(self, r: Rollouts) -> dict[str, float]:
         """Give further metrics of a batch, by the names in :attr:`metrics`."""
@@ -243,7 +274,9 @@ class BaseMethod(BaseModel):
         """Give scores (B, T), by default ``of_pass``, what :meth:`run` gave, NaN elsewhere. They are read in
         selected responses."""
         if of_pass is None:
-            raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
+            raise NotImplementedError(
+                f"{type(self).__name__} uses nothing of the model and has no scores()"
+            )
         return of_pass
 
 
@@ -253,12 +286,18 @@ class Method(BaseMethod):
     ``control: ClassVar[str] = "none"``."""
 
     needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
-    whole_batch: ClassVar[bool] = False  # every response with a token is scored: the batch's tokens are compared
+    whole_batch: ClassVar[bool] = (
+        False  # every response with a token is scored: the batch's tokens are compared
+    )
 
     gate: Gate = option("all", "responses that get weights: wrong (A <= 0), correct (A > 0) or all")
-    statistics: Among = option("response", "tokens scored and compared: all, or the reasoning before the answer")
+    statistics: Among = option(
+        "response", "tokens scored and compared: all, or the reasoning before the answer"
+    )
     span: Span = option("last", "which complete answer of a response counts")
-    normalize_mass: bool = option(False, "whether a response's weighed tokens have weights that sum to their number")
+    normalize_mass: bool = option(
+        False, "whether a response's weighed tokens have weights that sum to their number"
+    )
     control: Control = option(
         "none",
         "shuffled: the same weights, on other scored tokens of the same response; answer: the "
@@ -278,7 +317,9 @@ class Method(BaseMethod):
 
     @property
     def skips_unanswered(self) -> bool:
-        return self.needs_answer or (self.statistics == "reasoning" and self.answer_weights() is None)
+        return self.needs_answer or (
+            self.statistics == "reasoning" and self.answer_weights() is None
+        )
 
     @property
     def reads_answer(self) -> bool:
@@ -310,7 +351,9 @@ class Method(BaseMethod):
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         """Turn scores (B, T), finite among the compared tokens, to weights. ``among``, bool (B, T), are those, of scored
         responses. There is at least one such token; scores are 1 where they are not known."""
-        raise NotImplementedError(f"{type(self).__name__} has no weights(); derive it from Mapped, or write one")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no weights(); derive it from Mapped, or write one"
+        )
 
 
 class AdvantageMethod(BaseMethod):
@@ -322,7 +365,9 @@ class AdvantageMethod(BaseMethod):
         "none",
         "shuffled: the same advantages, on other steps (runs of equal ones) of the same response before its answer",
     )
-    non_finite_trains: ClassVar[bool] = True  # with the response's own advantage, where a score is not finite; else 0
+    non_finite_trains: ClassVar[bool] = (
+        True  # with the response's own advantage, where a score is not finite; else 0
+    )
 
     def select(self, r: Rollouts) -> Tensor:
         return r.trains
@@ -359,7 +404,9 @@ class Mapped(Method):
         try:
             return function(scores, among, **options(**values).model_dump())
         except ValidationError as error:
-            raise ValueError(message_of(error, f"{self.section}.reshaper_options", options)) from None
+            raise ValueError(
+                message_of(error, f"{self.section}.reshaper_options", options)
+            ) from None
 
 
 def message_of(error: ValidationError, section: str, cls: type[BaseModel]) -> str:
@@ -370,10 +417,14 @@ def message_of(error: ValidationError, section: str, cls: type[BaseModel]) -> st
     if first["type"] != "extra_forbidden":
         return f"{name}={first['input']!r} {first['msg'].removeprefix('Input ')}"
     hint = ""
-    owners = sorted({owner.section for owner in METHODS.values() if location[0] in owner.model_fields})
+    owners = sorted(
+        {owner.section for owner in METHODS.values() if location[0] in owner.model_fields}
+    )
     if owners:
         hint = f" but one of {', '.join(owners)}"
-    maps = [map_name for map_name, entry in MAPS.items() if location[0] in entry.options.model_fields]
+    maps = [
+        map_name for map_name, entry in MAPS.items() if location[0] in entry.options.model_fields
+    ]
     if maps and "reshaper_options" in cls.model_fields:
         hint = f" but of the map {maps[0]}, by reshaper_options"
     return f"{name} is not an option{hint}; the options are {', '.join(cls.model_fields) or 'none'}"

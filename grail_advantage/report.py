@@ -16,11 +16,36 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grail_advantage.report", description=__doc__)
     add = parser.add_argument
     add("run", type=Path, help="a run's folder or its file of metrics; or a token dump's folder")
-    add("--output", type=Path, help="default: RUN/report.html, RUN/report_against_RUN2.html, RUN/methods.pdf")
-    add("--against", type=Path, nargs="+", default=[], metavar="RUN2", help="other runs, drawn beside the first")
-    add("--rollouts", type=int, default=ROLLOUTS, help="rollouts in the file at most; default: %(default)s")
-    add("--megabytes", type=float, default=MEGABYTES, help="size of the file at most; default: %(default)g")
-    add("--figure", choices=["methods"], help="draw one rollout under each method, as .pdf, .svg or .png")
+    add(
+        "--output",
+        type=Path,
+        help="default: RUN/report.html, RUN/report_against_RUN2.html, RUN/methods.pdf",
+    )
+    add(
+        "--against",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN2",
+        help="other runs, drawn beside the first",
+    )
+    add(
+        "--rollouts",
+        type=int,
+        default=ROLLOUTS,
+        help="rollouts in the file at most; default: %(default)s",
+    )
+    add(
+        "--megabytes",
+        type=float,
+        default=MEGABYTES,
+        help="size of the file at most; default: %(default)g",
+    )
+    add(
+        "--figure",
+        choices=["methods"],
+        help="draw one rollout under each method, as .pdf, .svg or .png",
+    )
     add("--step", type=int, help="of --figure; default: the last of the dump")
     add("--row", type=int, help="of --figure, in the step's batch; default: the first with scores")
     add("--width", type=float, default=6.75, help="of --figure, in inches; default: %(default)g")

@@ -55,7 +55,9 @@ def check_rules(rules: Sequence[Rule], settings: Named, context: str = "") -> No
     Raises:
         ValueError: for the first rule that refuses, with the option, its value, the reason and the remedy.
     """
-    for rule in sorted(rules, key=lambda rule: rule.warned):  # a run that is refused is warned of nothing
+    for rule in sorted(
+        rules, key=lambda rule: rule.warned
+    ):  # a run that is refused is warned of nothing
         setting = rule.broken_by(settings)
         if not setting:
             continue

@@ -37,7 +37,9 @@ class Host(Protocol):
         rows, since other ranks may have some."""
 
 
-def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerCheck | None = None) -> Weighed:
+def weigh(
+    rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerCheck | None = None
+) -> Weighed:
     """Compute token weights and advantages of a batch of rollouts.
 
     Args:
@@ -71,7 +73,9 @@ def weigh(rollouts: Rollouts, method: BaseMethod, host: Host, answers: AnswerChe
     scores = _nowhere(r)
     if indices:
         # A method may give scores of other tokens, too, which nobody reads.
-        scores = torch.where(selected[:, None] & r.mask, _scores(method, r, of_pass).float(), scores)
+        scores = torch.where(
+            selected[:, None] & r.mask, _scores(method, r, of_pass).float(), scores
+        )
     if isinstance(method, AdvantageMethod):
         weighed = _given_advantages(method, r, selected, scores)
         consequence = "train as in GRPO" if method.non_finite_trains else "train nothing"
@@ -114,12 +118,16 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     members: dict[int, list[int]] = {}
     for row in range(len(costs)):
         members.setdefault(row if groups is None else groups[row], []).append(row)
-    by_cost = sorted(((sum(costs[row] for row in rows), rows) for rows in members.values()), reverse=True)
+    by_cost = sorted(
+        ((sum(costs[row] for row in rows), rows) for rows in members.values()), reverse=True
+    )
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
     for cost, rows in by_cost:
         # The dearest first: to a rank with the fewest rows, among these to the one with the least work.
-        rank = min(range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank]))
+        rank = min(
+            range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank])
+        )
         shares[rank] += rows
         work[rank] += cost
     return [sorted(share) for share in shares]
@@ -130,7 +138,9 @@ def _nowhere(r: Rollouts) -> Tensor:
     return r.mask.new_full(r.mask.shape, math.nan, dtype=torch.float32)
 
 
-def _run_pass(host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+def _run_pass(
+    host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
     """Give scores of a pass through the model, (B, T), NaN elsewhere, and its gradient norms, 1-D, if it has any."""
     if indices:
         method.check_tokenizer(r.tokenizer)
@@ -140,7 +150,9 @@ def _run_pass(host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int
     for row, result in zip(rows, host.scores(method, rows), strict=True):
         length = len(result.scores)
         if length > row.length:
-            raise ValueError(f"{method.name}: run() gave {length} scores for a response of {row.length} tokens")
+            raise ValueError(
+                f"{method.name}: run() gave {length} scores for a response of {row.length} tokens"
+            )
         scores[row.index, :length] = result.scores
         if result.norms is not None:
             norms.append(result.norms)
@@ -156,16 +168,24 @@ def _scores(method: BaseMethod, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         # What it asked for is there, so the error is the method's own.
         if name in {*r.columns, *r.fields}:
             raise
-        raise ValueError(f"{method.name}.scores(): {name!r} is not there; put it into the class's reads") from error
+        raise ValueError(
+            f"{method.name}.scores(): {name!r} is not there; put it into the class's reads"
+        ) from error
     except (TypeError, AttributeError) as error:
         # Parts that the host did not give are None.
         if "NoneType" not in str(error):
             raise
-        remedy = "put what it uses of groups, examples, rewards and tokenizer into the class's reads"
-        raise ValueError(f"{method.name}.scores(): {type(error).__name__}: {error}; {remedy}") from error
+        remedy = (
+            "put what it uses of groups, examples, rewards and tokenizer into the class's reads"
+        )
+        raise ValueError(
+            f"{method.name}.scores(): {type(error).__name__}: {error}; {remedy}"
+        ) from error
     if not isinstance(scores, Tensor) or scores.shape != r.mask.shape:
         shape = tuple(getattr(scores, "shape", (type(scores).__name__,)))
-        raise ValueError(f"{method.name}: scores() must give a tensor of shape {tuple(r.mask.shape)}, got {shape}")
+        raise ValueError(
+            f"{method.name}: scores() must give a tensor of shape {tuple(r.mask.shape)}, got {shape}"
+        )
     return scores
 
 
@@ -216,7 +236,9 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
             takes = scored | is_excluded[:, None]
         # The content second, as it lies within the answer.
         w = torch.where(takes & (position >= answer_start), boundary_weight, w)
-        w = torch.where(takes & (position >= content_start) & (position < content_end), content_weight, w)
+        w = torch.where(
+            takes & (position >= content_start) & (position < content_end), content_weight, w
+        )
     elif mapped.elsewhere != 1.0:
         # A response without a compared token has nothing to weigh the others against.
         w = torch.where(scored & compared.any(1, keepdim=True) & ~compared, mapped.elsewhere, w)
@@ -242,9 +264,13 @@ def _check_weights(method: Method, mapped: Weights, r: Rollouts, where: Tensor) 
     """Raise ValueError for what is no weights, or has one below 0 where they are read, bool (B, T)."""
     if not isinstance(mapped, Weights) or mapped.values.shape != r.mask.shape:
         expected = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
-        raise ValueError(f"{method.name}: weights() must return {expected}, got {type(mapped).__name__}")
+        raise ValueError(
+            f"{method.name}: weights() must return {expected}, got {type(mapped).__name__}"
+        )
     if ((mapped.values < 0) & where).any():
-        raise ValueError(f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()")
+        raise ValueError(
+            f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()"
+        )
 
 
 def _normalized(w: Tensor, where: Tensor) -> Tensor:
@@ -283,7 +309,9 @@ def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
             tokens = among[index].nonzero().flatten()
             begins = (tokens.diff() > 1) | (values[index, tokens].diff() != 0)
             edges = [0, *(begins.nonzero().flatten() + 1).tolist(), len(tokens)]
-            steps += [(index, tokens[start:stop]) for start, stop in pairwise(edges) if start < stop]
+            steps += [
+                (index, tokens[start:stop]) for start, stop in pairwise(edges) if start < stop
+            ]
         order = _order(r, indices[0], len(steps)).tolist()
         for (index, tokens), place in zip(steps, order, strict=True):
             source, its_tokens = steps[place]
@@ -291,7 +319,9 @@ def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
     return shuffled
 
 
-def _given_advantages(method: AdvantageMethod, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
+def _given_advantages(
+    method: AdvantageMethod, r: Rollouts, selected: Tensor, scores: Tensor
+) -> Weighed:
     """Give the scores themselves in the selected responses, the response's own advantage in the others."""
     scored = selected & r.trains & _all_finite(scores, r.mask)[:, 0]
     advantages = scores
@@ -329,7 +359,9 @@ def _rates(r: Rollouts) -> dict[str, float]:
     flags = {"unjudged_rate": ~within_range(r.advantages)}
     if r.truncated is not None:
         flags["truncated_rate"] = r.truncated
-    return {name: int((flagged & written).sum()) / int(written.sum()) for name, flagged in flags.items()}
+    return {
+        name: int((flagged & written).sum()) / int(written.sum()) for name, flagged in flags.items()
+    }
 
 
 def _no_scores(w: Weighed) -> list[str | None]:

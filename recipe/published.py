@@ -49,7 +49,10 @@ class Setting:
     def options(self) -> tuple[str, ...]:
         """Returns the options by their full names."""
         parts = ("actor.", "rollout.", "model.")
-        return tuple(f"actor_rollout_ref.{name}" if name.startswith(parts) else name for name in self.says.split())
+        return tuple(
+            f"actor_rollout_ref.{name}" if name.startswith(parts) else name
+            for name in self.says.split()
+        )
 
 
 def _loss(mode: str, scale: float, longest: int) -> str | None:
@@ -181,7 +184,9 @@ def trl_arguments(processes: int = GPUS) -> dict[str, Any]:
     # 8 steps on 4 GPUs are 32 micro-batches, of which 2 processes take 16 each.
     steps, rest = divmod(values["gradient_accumulation_steps"] * GPUS, processes)
     if rest:
-        raise ValueError(f"{processes} processes do not divide the published {8 * GPUS} micro-batches of an update")
+        raise ValueError(
+            f"{processes} processes do not divide the published {8 * GPUS} micro-batches of an update"
+        )
     return values | {"gradient_accumulation_steps": steps}
 
 
@@ -192,7 +197,10 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     method = config.algorithm.adv_estimator
     section = "oar" if method in ("oar_g", "oar_p") else method
     for setting in itertools.chain(*GROUPS.values()):
-        values = [OmegaConf.select(config, option.replace("METHOD", section)) for option in setting.options]
+        values = [
+            OmegaConf.select(config, option.replace("METHOD", section))
+            for option in setting.options
+        ]
         ours = setting.ours(*values) if values else None
         rows.append((setting, ours, _verdict(setting, ours, config)))
     return rows
@@ -218,16 +226,26 @@ def shown(value: Any) -> str:
 
 def main() -> None:
     """Read a resolved configuration from stdin and print it beside the published values."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     try:
         settings = compared(OmegaConf.create(sys.stdin.read()))
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
         command = "DRY_RUN=1 bash examples/run_qwen3_grail.sh"
-        sys.exit(visible(f"stdin must be a resolved configuration, as of {command}: {error}", breaks=False))
+        sys.exit(
+            visible(
+                f"stdin must be a resolved configuration, as of {command}: {error}", breaks=False
+            )
+        )
     rows = []
     wrong = []
     for setting, ours, verdict in settings:
-        why = {"differs": "no reason is known", "corrected": setting.corrected, "~": setting.why}.get(verdict, "")
+        why = {
+            "differs": "no reason is known",
+            "corrected": setting.corrected,
+            "~": setting.why,
+        }.get(verdict, "")
         value = "" if ours is None else shown(ours)
         rows.append([setting.name, shown(setting.theirs), setting.place, verdict, value, why])
         if verdict == "differs":

@@ -68,7 +68,9 @@ def _raw(s: Settings) -> bool:
     return s[f"{ROLLOUT}.name"] == "vllm" and str(s[f"{ROLLOUT}.logprobs_mode"]).startswith("raw")
 
 
-def _spoils_correction(option: str, when: Callable[[Settings], bool], because: str, remedy: str) -> Rule:
+def _spoils_correction(
+    option: str, when: Callable[[Settings], bool], because: str, remedy: str
+) -> Rule:
     return Rule(
         option=option,
         when=lambda s: _correction(s) and when(s),
@@ -112,7 +114,9 @@ RULES = (
     Rule(
         # verl's DetachActorWorker keeps and puts back the parameters where they are.
         option=OFFLOAD,
-        when=lambda s: s.kind == "separate_async" and s[OFFLOAD] and s[SYNC_STEP] > 1 and not s[BYPASS],
+        when=lambda s: (
+            s.kind == "separate_async" and s[OFFLOAD] and s[SYNC_STEP] > 1 and not s[BYPASS]
+        ),
         because="the next forward of a separate_async step may not take the parameters from where verl puts them back",
         remedy=f"set it false, or {SYNC_STEP}=1, or {BYPASS}=true",
     ),
@@ -144,7 +148,9 @@ RULES = (
         option=BUDGET,
         when=lambda s: s[f"{ACTOR}.use_dynamic_bsz"] and s[BUDGET] < s.longest,
         because="it must hold one sequence of prompt and response",
-        remedy=lambda s: f"raise it to at least {s.longest} (PPO_MAX_TOKEN_LEN_PER_GPU), or shorten the responses",
+        remedy=lambda s: (
+            f"raise it to at least {s.longest} (PPO_MAX_TOKEN_LEN_PER_GPU), or shorten the responses"
+        ),
     ),
     Rule(
         option="trainer.resume_mode",
@@ -176,7 +182,10 @@ def _not_handed_on(option: str) -> Rule:
 ON_CPU = (
     Rule(
         option=(RANK, OTHER_RANK),
-        when=lambda s: not s[MERGE] and next((option for option in (RANK, OTHER_RANK) if (s[option] or 0) > 0), ""),
+        when=lambda s: (
+            not s[MERGE]
+            and next((option for option in (RANK, OTHER_RANK) if (s[option] or 0) > 0), "")
+        ),
         because="the rollout needs the adapter, which the CPU platform does not load",
         remedy=f"set {MERGE}=True",
     ),
@@ -210,7 +219,9 @@ def check_trl() -> None:
     name = "AutoModelForCausalLMWithValueHead"
     folder = Path(trl.origin).parent if trl and trl.origin else None
     files = [folder / "__init__.py", folder / "experimental/ppo/__init__.py"] if folder else []
-    if files and not any(file.is_file() and name in file.read_text(encoding="utf-8") for file in files):
+    if files and not any(
+        file.is_file() and name in file.read_text(encoding="utf-8") for file in files
+    ):
         raise ValueError(
             f"verl {version('verl')} imports {name} from any TRL, and the one in {folder} has no such class, so that "
             "verl's workers would fail; take TRL out of this environment (docs/trl.md)"

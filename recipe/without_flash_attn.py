@@ -40,7 +40,12 @@ def torch_varlen(
     positions do not go up by 1. ValueError: rows are padded, or the model needs what the kernels do not have."""
     rows, heads, tokens, _ = query_1HND.shape
     extras = (padding_mask, softcap, s_aux)
-    if rows > 1 or dropout or key_1HND.shape[2] != tokens or any(extra is not None for extra in extras):
+    if (
+        rows > 1
+        or dropout
+        or key_1HND.shape[2] != tokens
+        or any(extra is not None for extra in extras)
+    ):
         raise ValueError(
             f"{ATTENTION} is for packed responses, and has no dropout, soft cap, sinks or cache; install flash-attn, "
             "or set +actor_rollout_ref.model.override_config.attn_implementation=sdpa"

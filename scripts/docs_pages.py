@@ -47,10 +47,18 @@ WORDS = {
 }
 KINDS = {"boolean": "`true`, `false`", "integer": "integer", "string": "text", "object": "mapping"}
 """Types of a JSON schema, as the page names them, where their own names do not serve."""
-KNOWN = [build(name) for name, kind in sorted(methods().items()) if kind.__module__.startswith("grail_advantage.")]
-BY_CLASS = {owner: [method for method in KNOWN if type(method) is owner] for owner in map(type, KNOWN)}
+KNOWN = [
+    build(name)
+    for name, kind in sorted(methods().items())
+    if kind.__module__.startswith("grail_advantage.")
+]
+BY_CLASS = {
+    owner: [method for method in KNOWN if type(method) is owner] for owner in map(type, KNOWN)
+}
 """The methods of this package with their defaults, by class, in the order of their names."""
-KNOWN_MAPS = sorted(name for name, entry in MAPS.items() if entry.function.__module__.startswith("grail_advantage."))
+KNOWN_MAPS = sorted(
+    name for name, entry in MAPS.items() if entry.function.__module__.startswith("grail_advantage.")
+)
 
 
 def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -> list[list[str]]:
@@ -58,7 +66,9 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
     fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
     properties = owner.model_json_schema().get("properties", {})
     schemas = {
-        name: {**about, **about.get("anyOf", [{}])[0]} for name, about in properties.items() if name not in fixed
+        name: {**about, **about.get("anyOf", [{}])[0]}
+        for name, about in properties.items()
+        if name not in fixed
     }
 
     def value_of(option: str, **changed: Any) -> Any:
@@ -79,18 +89,29 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
     def allowed(name: str) -> str:
         schema = schemas[name]
         signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
-        limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema)
+        limits = " and ".join(
+            f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema
+        )
         limits = (
             limits.replace(">= 0 and <= 1", "0 to 1")
             .replace(" and <= 1", ", <= 1")
             .replace("> 0 and 0 to 1", "> 0, <= 1")
         )
-        kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip().removeprefix("number ")
+        kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip().removeprefix(
+            "number "
+        )
         choices = KNOWN_MAPS if name == "reshaper" else schema.get("enum", ())
-        return (", ".join(f"`{choice}`" for choice in choices) or kind) + " or `null`" * (value_of(name) is None)
+        return (", ".join(f"`{choice}`" for choice in choices) or kind) + " or `null`" * (
+            value_of(name) is None
+        )
 
-    names = dict.fromkeys([*(name for name in inspect.get_annotations(owner) if name in schemas), *schemas])
-    return [[f"`{name}`", default(name), allowed(name), schemas[name].get("description", "")] for name in names]
+    names = dict.fromkeys(
+        [*(name for name in inspect.get_annotations(owner) if name in schemas), *schemas]
+    )
+    return [
+        [f"`{name}`", default(name), allowed(name), schemas[name].get("description", "")]
+        for name in names
+    ]
 
 
 def overview() -> list[str]:
@@ -123,9 +144,16 @@ def reference() -> list[str]:
     shared: dict[str, list[list[str]]] = {}
     for row in general:
         shared.setdefault(_owners(row[0].strip("`")), []).append(row)
-    for about in [about for about, count in counts.items() if count > 1 and about[0] not in defaults]:
+    for about in [
+        about for about, count in counts.items() if count > 1 and about[0] not in defaults
+    ]:
         name = about[0]
-        by_owner = {owner: row[1] for owner, of_class in rows.items() for row in of_class if _about(row) == about}
+        by_owner = {
+            owner: row[1]
+            for owner, of_class in rows.items()
+            for row in of_class
+            if _about(row) == about
+        }
         defaults.setdefault(name, Counter(by_owner.values()).most_common(1)[0][0])
         owners = ", ".join(_heading(BY_CLASS[owner]) for owner in by_owner)
         shared.setdefault(owners, []).append([name, defaults[name], *about[1:]])
@@ -136,19 +164,27 @@ def reference() -> list[str]:
     for owner, of_class in BY_CLASS.items():
         lines += _introduction(owner, of_class)
         # What several classes have is explained once, above.
-        special = [row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1]
+        special = [
+            row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1
+        ]
         if special:
             lines += ["", *map(_item, special)]
         set_otherwise = [
-            f"{row[0]} ({row[1]})" for row in rows[owner] if row not in special and row[1] != defaults[row[0]]
+            f"{row[0]} ({row[1]})"
+            for row in rows[owner]
+            if row not in special and row[1] != defaults[row[0]]
         ]
         if set_otherwise:
             lines += ["", f"Other defaults: {', '.join(set_otherwise)}."]
     maps = []
     for name in KNOWN_MAPS:
         meaning = " ".join(_paragraphs(inspect.getdoc(MAPS[name].function) or ""))
-        options = ", ".join(f"{row[0]} ({_values(row)})" for row in known_options(MAPS[name].options))
-        users = [method for method in KNOWN if isinstance(method, Mapped) and method.reshaper == name]
+        options = ", ".join(
+            f"{row[0]} ({_values(row)})" for row in known_options(MAPS[name].options)
+        )
+        users = [
+            method for method in KNOWN if isinstance(method, Mapped) and method.reshaper == name
+        ]
         maps.append([f"`{name}`", meaning, options, _heading(users)])
     return [*lines, "", "## Maps", "", *table(["map", "weights", "options", "default of"], maps)]
 
@@ -165,7 +201,9 @@ def _values(row: list[str]) -> str:
         return default
     if not allowed.startswith("`"):
         return f"{default}; {allowed}"
-    choices = [choice for choice in allowed.split(", ") if choice not in re.findall("`[^`]*`", default)]
+    choices = [
+        choice for choice in allowed.split(", ") if choice not in re.findall("`[^`]*`", default)
+    ]
     if not choices or choices == [KINDS["boolean"].replace(default, "").strip(", ")]:
         return default
     return f"{default}; or {', '.join(choices)}"
@@ -181,7 +219,10 @@ def _modes() -> list[str]:
     reads: dict[str, list[BaseMethod]] = {}
     uses: dict[str, list[BaseMethod]] = {}
     for method in KNOWN:
-        names = ", ".join(WORDS.get(column, column) for column in READS if column in method.reads) or "nothing"
+        names = (
+            ", ".join(WORDS.get(column, column) for column in READS if column in method.reads)
+            or "nothing"
+        )
         reads.setdefault(names, []).append(method)
         if method.uses:
             uses.setdefault(WORDS.get(method.uses, method.uses), []).append(method)
@@ -189,10 +230,18 @@ def _modes() -> list[str]:
     passes = [f"{words} by {_heading(of_words)}" for words, of_words in uses.items()]
     unsharded = _heading([method for method in KNOWN if method.uses in verl_rules.NEEDED_WHOLE])
     entropy = _heading([method for method in KNOWN if "entropy" in method.reads])
-    lines = ["## Inputs and modes", "", *table(["`algorithm.adv_estimator`", "reads of the batch"], rows)]
+    lines = [
+        "## Inputs and modes",
+        "",
+        *table(["`algorithm.adv_estimator`", "reads of the batch"], rows),
+    ]
     lines += ["", f"Uses of the model: {'; '.join(passes)}."]
-    lines += [f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}."]
-    lines += ["`compute_token_weights` computes log-probabilities and entropies that are not given."]
+    lines += [
+        f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}."
+    ]
+    lines += [
+        "`compute_token_weights` computes log-probabilities and entropies that are not given."
+    ]
     return lines
 
 
@@ -200,9 +249,17 @@ def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> li
     """Returns a section's heading, the docstrings of its class and of the module that has no other, and what it
     needs."""
     docstrings = [inspect.getdoc(owner)]
-    if not any(kind is not owner and kind.__module__ == owner.__module__ for kind in methods().values()):
+    if not any(
+        kind is not owner and kind.__module__ == owner.__module__ for kind in methods().values()
+    ):
         docstrings.insert(0, inspect.getdoc(inspect.getmodule(owner)))
-    lines = ["", f"### {_heading(of_class)}", "", *_paragraphs("\n\n".join(filter(None, docstrings))), ""]
+    lines = [
+        "",
+        f"### {_heading(of_class)}",
+        "",
+        *_paragraphs("\n\n".join(filter(None, docstrings))),
+        "",
+    ]
     for method in of_class:
         needs = [f"the column `{name}` of the data set" for name in method.data_columns]
         if method.ranks_entropy:
@@ -214,7 +271,11 @@ def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> li
 
 def _owners(option: str) -> str:
     """Returns the methods that have an option of :class:`Method`, in words."""
-    of_weights = {method.name: option in type(method).model_fields for method in KNOWN if isinstance(method, Method)}
+    of_weights = {
+        method.name: option in type(method).model_fields
+        for method in KNOWN
+        if isinstance(method, Method)
+    }
     if all(option in type(method).model_fields for method in KNOWN):
         return "every method"
     without = ", ".join(f"`{name}`" for name, has in of_weights.items() if not has)
@@ -237,7 +298,11 @@ def _value(value: Any) -> str:
 
 def _paragraphs(text: str) -> list[str]:
     """Returns a docstring less its parts for programmers and its links to papers, which the table of methods has."""
-    parts = [part for part in text.split("\n\n") if not re.match(r"Shapes?:|Raises:|Args:|Returns:", part)]
+    parts = [
+        part
+        for part in text.split("\n\n")
+        if not re.match(r"Shapes?:|Raises:|Args:|Returns:", part)
+    ]
     return re.sub(r"\[(arXiv \S+)\]\(\S+?\)", r"\1", _names("\n\n".join(parts))).split("\n")
 
 
@@ -254,7 +319,9 @@ def figures() -> list[str]:
     meanings = {**METRICS, **GRADIENT_METRICS, **EFFECT_METRICS}
     for method in KNOWN:
         meanings.update(method.metrics)
-    return table(["figure", "meaning"], [[f"`{name}`", meaning] for name, meaning in meanings.items()])
+    return table(
+        ["figure", "meaning"], [[f"`{name}`", meaning] for name, meaning in meanings.items()]
+    )
 
 
 def trl() -> list[str]:
@@ -288,7 +355,11 @@ def _options(rule: Rule) -> str:
     names = [rule.option] if isinstance(rule.option, str) else rule.option
     # Reversed, so that of two options with one last name the first stays.
     last = {name.split(".")[-1]: name for name in reversed(names)}
-    texts = [re.sub("^(actor_rollout_ref|algorithm)[.]", "", name) for name in names if name in last.values()]
+    texts = [
+        re.sub("^(actor_rollout_ref|algorithm)[.]", "", name)
+        for name in names
+        if name in last.values()
+    ]
     return ", ".join(f"`{name}`" for name in texts)
 
 
@@ -297,7 +368,10 @@ def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
     by_reason: dict[str, dict[str, None]] = {}
     for rule in rules:
         by_reason.setdefault(rule.because, {})[_options(rule)] = None
-    return table([heading, "because"], [[", ".join(options), _names(why)] for why, options in by_reason.items()])
+    return table(
+        [heading, "because"],
+        [[", ".join(options), _names(why)] for why, options in by_reason.items()],
+    )
 
 
 def patches() -> list[str]:
@@ -317,7 +391,9 @@ def patches() -> list[str]:
             docstring = _names(ast.get_docstring(node) or "").split("\nArgs:")[0]
             why, can_go, when = " ".join(docstring.split()).partition("Can go ")
             if can_go:
-                rows.append([f"`{node.name}`", why.strip().partition(". ")[0], when.strip().rstrip(".")])
+                rows.append(
+                    [f"`{node.name}`", why.strip().partition(". ")[0], when.strip().rstrip(".")]
+                )
         lines += [f"### {heading}", "", f"[`{name}`](../{name})", ""]
         lines += [*table(["function", "what and why", "can go"], rows), ""]
     return lines
@@ -330,14 +406,20 @@ def contract() -> list[str]:
     for record in (Rollouts, Row, RowScores):
         source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]  # keys: of hosts
         names = [*record.__dataclass_fields__, "#"]
-        source = re.sub("  # type: ignore.*", "", source.replace("field(default_factory=dict)", "{}"))
-        fields = [line for line in source.splitlines() if re.split("[: ]", line.strip())[0] in names]
+        source = re.sub(
+            "  # type: ignore.*", "", source.replace("field(default_factory=dict)", "{}")
+        )
+        fields = [
+            line for line in source.splitlines() if re.split("[: ]", line.strip())[0] in names
+        ]
         lines += [f"class {record.__name__}:", *fields, "", ""]
     lines.append("class Method:")
     for name in ("select", "prepare", "run", "scores", "weights"):
         member = getattr(Method, name)
         sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
-        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {_names(sentence)}")
+        lines.append(
+            f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {_names(sentence)}"
+        )
     return [*lines, "```"]
 
 
@@ -350,7 +432,9 @@ def published() -> list[str]:
             corrected, _, why = setting.corrected.partition(": ")
             if setting.value is None and not corrected:
                 continue
-            ours = ", ".join(f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options)
+            ours = ", ".join(
+                f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options
+            )
             if ours and setting.value is not None:
                 ours = f"{ours}: {shown(setting.value)}"
             theirs = f"`{shown(setting.theirs)}` ({setting.place})"
@@ -366,10 +450,18 @@ def passages() -> Iterator[tuple[str, str, list[str]]]:
     yield "methods.md", "methods", overview()
     yield "reference_methods.md", "methods", reference()
     yield "metrics.md", "metrics", figures()
-    yield "works_with.md", "refused", _of_rules("refused", [rule for rule in verls if not rule.warned])
+    yield (
+        "works_with.md",
+        "refused",
+        _of_rules("refused", [rule for rule in verls if not rule.warned]),
+    )
     yield "works_with.md", "warned", _of_rules("warned of", _own_warnings(verls))
     yield "works_with.md", "kept", _of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING)
-    yield "loss_and_advantage.md", "forward", _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE)
+    yield (
+        "loss_and_advantage.md",
+        "forward",
+        _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE),
+    )
     yield "turns.md", "biases", biases()
     yield "works_with.md", "trl", trl()
     yield "what_installing_changes.md", "patches", patches()
@@ -385,6 +477,9 @@ if __name__ == "__main__":
         if sys.argv[1:] != ["--check"]:
             write_marked(file, marker, passage)
         elif marked(file.read_text(encoding="utf-8"), marker) != passage.strip():
-            print(f"docs/{page}: {marker} is not current; run python scripts/docs_pages.py", file=sys.stderr)
+            print(
+                f"docs/{page}: {marker} is not current; run python scripts/docs_pages.py",
+                file=sys.stderr,
+            )
             status = 1
     sys.exit(status)

@@ -17,7 +17,13 @@ from grail_advantage.analyze.__main__ import main as analyze
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-sync",
+]
 METHODS = ("grail", "oar_g", "entropy", "uniform")
 FIGURE = ["--figure", "methods", "--step", "0", "--row", "5", "--width", "4.2"]
 OPEN = "#rollout=0.5&token=8"
@@ -31,7 +37,9 @@ def chromium() -> str | None:
 def analysed(folder: Path) -> None:
     """Look at the labelled answers under four methods."""
     methods = [argument for name in METHODS for argument in ("--method", name)]
-    analyze([str(ROOT / "examples/labelled.jsonl"), "--model", "tiny", *methods, "--out", str(folder)])
+    analyze(
+        [str(ROOT / "examples/labelled.jsonl"), "--model", "tiny", *methods, "--out", str(folder)]
+    )
 
 
 def draw(run: Path, folder: Path) -> None:
@@ -47,13 +55,17 @@ def draw(run: Path, folder: Path) -> None:
         )
         page.goto((run / "report.html").resolve().as_uri() + OPEN)
         page.wait_for_selector("html[data-ready]")
-        page.get_by_label("Rollouts", exact=True).first.screenshot(path=folder / "report_rollouts.png")
+        page.get_by_label("Rollouts", exact=True).first.screenshot(
+            path=folder / "report_rollouts.png"
+        )
         browser.close()
 
 
 def main(folder: Path = ROOT / "docs" / "images") -> None:
     if chromium() is None:
-        sys.exit("no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one")
+        sys.exit(
+            "no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one"
+        )
     with tempfile.TemporaryDirectory() as run:
         analysed(Path(run) / "seen")
         draw(Path(run) / "seen", folder)

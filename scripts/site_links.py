@@ -19,12 +19,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     docs = Path(config["docs_dir"])
     if page.file.src_uri == "README.md":
         screen = "\n## ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[:2])
-        front = LINK.sub(lambda link: f"{link[1]}{os.path.relpath(link[3], 'docs')}{link[4] or ''})", screen)
+        front = LINK.sub(
+            lambda link: f"{link[1]}{os.path.relpath(link[3], 'docs')}{link[4] or ''})", screen
+        )
         markdown = f"{front}\n{markdown.replace('# Pages', '## Pages', 1)}"
     if page.file.src_uri == "api.md":
         names = re.findall(r"`(grail_advantage\.[\w.]+)`(?=[^|\n]*\|)", markdown)
         markdown += "\n## Signatures\n\n" + "\n\n".join(f"::: {name}" for name in names)
-    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"].get("Repository")
+    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"].get(
+        "Repository"
+    )
 
     def outside(link: re.Match[str]) -> str:
         path = (docs / page.file.src_uri).parent.joinpath(link[3]).resolve()

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OF_TOOLS = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", "mutants"}
+OF_TOOLS = {
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".mypy_cache",
+    "mutants",
+}
 WRITTEN_TO = {"outputs", "data", "results", "seen", "checkpoints", "gsm8k"}
 """Folders into which the commands of the pages write."""
 

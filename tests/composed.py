@@ -43,7 +43,9 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
         plain_overrides = overrides
     config = copy.deepcopy(_composed(folder, name, *plain_overrides))
     with flag_override(config, "struct", True):
-        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
+        ConfigLoaderImpl._apply_overrides_to_config(
+            OverridesParser.create().parse_overrides(values), config
+        )
     return config
 
 
@@ -62,6 +64,9 @@ def prepare(config: DictConfig) -> Settings | None:
     auto_set_device(config)
     with patch.object(patches, "STARTS", ["recipe.run_life"] if "run" in config else []):
         settings = prepare_run(config)
-    verls = {"use_reference_policy": need_reference_policy(config), "use_critic": need_critic(config)}
+    verls = {
+        "use_reference_policy": need_reference_policy(config),
+        "use_critic": need_critic(config),
+    }
     validate_config.__wrapped__(config=config, **verls)
     return settings

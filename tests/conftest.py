@@ -63,13 +63,17 @@ def _loggers_speak(caplog: pytest.LogCaptureFixture) -> None:
     logging.disable(logging.NOTSET)
     caplog.set_level(logging.WARNING)
     for name, logger in list(logging.Logger.manager.loggerDict.items()):
-        if name.split(".")[0] in ("grail_advantage", "recipe") and isinstance(logger, logging.Logger):
+        if name.split(".")[0] in ("grail_advantage", "recipe") and isinstance(
+            logger, logging.Logger
+        ):
             logger.disabled = False
             logger.propagate = True
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):  # the process that starts the others looks after the clone
+    if not hasattr(
+        session.config, "workerinput"
+    ):  # the process that starts the others looks after the clone
         session.config.stash[BEFORE] = files()
 
 
@@ -83,7 +87,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail where a test left something in the clone."""
-    if (earlier := session.config.stash.get(BEFORE, None)) is not None and (changes := changed(earlier, files())):
+    if (earlier := session.config.stash.get(BEFORE, None)) is not None and (
+        changes := changed(earlier, files())
+    ):
         print("\nThe clone has other files than before the tests:", *changes, sep="\n  ")
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
@@ -92,6 +98,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Name the group of each test for ``pytest --dist loadgroup``, whose tests share what they start, longest groups first."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(str(PLACES.get(item.path, item.path.relative_to(TESTS)))))
+        item.add_marker(
+            pytest.mark.xdist_group(str(PLACES.get(item.path, item.path.relative_to(TESTS))))
+        )
     items.sort(key=lambda item: PLACES.get(item.path, len(GROUPS)))
     gc.freeze()  # what is imported by now stays

@@ -22,7 +22,11 @@ def files(page: str) -> dict[str, str]:
     texts = {match["name"]: match["text"] for match in _FILE.finditer(text)}
     if page not in FOLDERS:
         return texts
-    complete = {file.name: file.read_text(encoding="utf-8") for file in FOLDERS[page].iterdir() if file.is_file()}
+    complete = {
+        file.name: file.read_text(encoding="utf-8")
+        for file in FOLDERS[page].iterdir()
+        if file.is_file()
+    }
     assert texts.items() <= complete.items(), f"{page} shows what the files of its folder are not"
     return complete
 

@@ -66,7 +66,9 @@ LIMIT = len(RESPONSES[TRUNCATED].ids)
 """Most tokens of a response; only the truncated one has as many."""
 ADVANTAGES = DATA["advantages"]
 """The rewards less the mean of their prompt's finite ones."""
-OWN = {name: cls for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")}
+OWN = {
+    name: cls for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")
+}
 METHODS = [name for name, cls in OWN.items() if "examples" not in cls.reads]
 """The methods of this package but those that ask their prompts differently."""
 
@@ -81,8 +83,12 @@ def plain_rollouts(**changes: Any) -> Rollouts:
     written_BT = torch.zeros(COUNT, LIMIT, dtype=torch.bool)
     for row, response in enumerate(RESPONSES):
         written_BT[row, : len(response.ids)] = torch.tensor(response.written)
-    rewards = [response.reward if math.isfinite(response.reward) else None for response in RESPONSES]
-    rewards_B = torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float64)
+    rewards = [
+        response.reward if math.isfinite(response.reward) else None for response in RESPONSES
+    ]
+    rewards_B = torch.tensor(
+        [math.nan if reward is None else reward for reward in rewards], dtype=torch.float64
+    )
     parts: dict[str, Any] = {
         "prompts": [torch.tensor(encode(response.prompt)) for response in RESPONSES],
         "responses": [torch.tensor(response.ids) for response in RESPONSES],
@@ -99,7 +105,12 @@ def plain_rollouts(**changes: Any) -> Rollouts:
 
 
 def plain_table(
-    signal: Method, rollouts: Rollouts, *, by_method: Mapping[str, Method] = {}, tokens: int = 1, step: int = 0
+    signal: Method,
+    rollouts: Rollouts,
+    *,
+    by_method: Mapping[str, Method] = {},
+    tokens: int = 1,
+    step: int = 0,
 ) -> pa.Table:
     """The dump of a plain model, by default with each response in a forward of its own; ``by_method``: those for the column
     ``methods``, by name; ``tokens``: most of a forward."""
@@ -110,9 +121,13 @@ def plain_table(
     rollouts = replace(rollouts, step=step)
     rollouts = with_columns(rollouts, OF_POLICY, host(rollouts))
     if any(REF_LOG_PROBS in method.reads for method in (signal, *by_method.values())):
-        rollouts = replace(rollouts, columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)})
+        rollouts = replace(
+            rollouts, columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)}
+        )
     records = {name: weigh(rollouts, method, host(rollouts)) for name, method in by_method.items()}
-    return table_of(weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records)
+    return table_of(
+        weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records
+    )
 
 
 def reference(rollouts: Rollouts, tokens: int = 1) -> torch.Tensor:
@@ -135,7 +150,9 @@ def assert_same(actual: pa.Table, expected: pa.Table) -> None:
     """That two dumps are equal bit for bit; NaN equals NaN."""
     assert actual.column_names == expected.column_names and len(actual) == len(expected) > 0
     for name in expected.column_names:
-        for row, values in enumerate(zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True)):
+        for row, values in enumerate(
+            zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True)
+        ):
             np.testing.assert_equal(*values, err_msg=f"{name} of response {row}")
 
 

@@ -31,7 +31,13 @@ FAILED = 1
 """pytest's status where tests failed; others say that it ran none."""
 SECONDS = 1200
 """After which a test is taken to hang; a fault that makes it hang is seen."""
-IMPORTED = ("peft", "hypothesis", "verl.trainer.main_ppo", "verl.workers.engine_workers", "verl.trainer.ppo.v1")
+IMPORTED = (
+    "peft",
+    "hypothesis",
+    "verl.trainer.main_ppo",
+    "verl.workers.engine_workers",
+    "verl.trainer.ppo.v1",
+)
 NO_PLUGINS = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
 """So that verl is imported without this project, of which each fork imports a copy."""
 
@@ -587,7 +593,9 @@ def matches(pattern: Any, node: Any, holes: dict[Any, Any]) -> bool:
     """Whether a node, a list of nodes or a name has the form of a pattern. What letters and ``...`` stand for goes into
     ``holes``."""
     if isinstance(pattern, list) and isinstance(node, list):
-        return len(pattern) == len(node) and all(matches(*pair, holes) for pair in zip(pattern, node, strict=True))
+        return len(pattern) == len(node) and all(
+            matches(*pair, holes) for pair in zip(pattern, node, strict=True)
+        )
     if not isinstance(pattern, ast.AST):
         return type(pattern) is type(node) and pattern == node
     if is_any(pattern):
@@ -599,7 +607,10 @@ def matches(pattern: Any, node: Any, holes: dict[Any, Any]) -> bool:
     if isinstance(pattern, ast.Call) and any(map(is_rest, pattern.args)):
         named = {keyword.arg for keyword in pattern.keywords}
         count = len(pattern.args) - 1
-        holes[...] = node.args[count:], [keyword for keyword in node.keywords if keyword.arg not in named]
+        holes[...] = (
+            node.args[count:],
+            [keyword for keyword in node.keywords if keyword.arg not in named],
+        )
         fields["args"] = [*node.args[:count], pattern.args[-1]]
         fields["keywords"] = [keyword for keyword in node.keywords if keyword.arg in named]
     return all(matches(getattr(pattern, name), value, holes) for name, value in fields.items())
@@ -636,7 +647,9 @@ def planted(source: str, fault: Fault) -> str:
     """A module's source with the fault. LookupError: its function or its pattern is not there exactly once."""
     tree = scope = ast.parse(source)
     for name in filter(None, fault.where.partition("::")[2].split(".")):
-        scope = only([node for node in ast.walk(scope) if getattr(node, "name", None) == name], fault.where)
+        scope = only(
+            [node for node in ast.walk(scope) if getattr(node, "name", None) == name], fault.where
+        )
     pattern_text, _, change_text = fault.change.partition(" => ")
     pattern = parsed(pattern_text)
     places = [node for node in ast.walk(scope) if matches(pattern, node, {})]
@@ -649,7 +662,9 @@ def planted(source: str, fault: Fault) -> str:
 
 def only(nodes: list[Any], name: str) -> Any:
     if len(nodes) != 1:
-        raise LookupError(f"{name} is there {len(nodes)} times: {[ast.unparse(node)[:80] for node in nodes]}")
+        raise LookupError(
+            f"{name} is there {len(nodes)} times: {[ast.unparse(node)[:80] for node in nodes]}"
+        )
     return nodes[0]
 
 
@@ -671,12 +686,18 @@ def run_tests(folder: Path, tests: set[str]) -> None:
         for plugin in entry_points(group="verl.plugins"):
             plugin.load()
     options = ["-qx", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly"]
-    sys.exit(pytest.main([*options, *(f"tests/{node_id}" for test in sorted(tests) for node_id in test.split())]))
+    sys.exit(
+        pytest.main(
+            [*options, *(f"tests/{node_id}" for test in sorted(tests) for node_id in test.split())]
+        )
+    )
 
 
 def status_of(folder: Path, *tests: str) -> int | None:
     """pytest's, or ``None`` where it hangs."""
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, set(tests)))
+    process = multiprocessing.get_context("fork").Process(
+        target=run_tests, args=(folder, set(tests))
+    )
     process.start()
     process.join(SECONDS)
     status = process.exitcode
@@ -693,7 +714,12 @@ def run(faults: list[Fault]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         listed = "git ls-files -z --cached --others --exclude-standard"
-        subprocess.run(f"{listed} | xargs -0 cp --parents --target-directory {name}", shell=True, cwd=ROOT, check=True)
+        subprocess.run(
+            f"{listed} | xargs -0 cp --parents --target-directory {name}",
+            shell=True,
+            cwd=ROOT,
+            check=True,
+        )
         for fault in faults:
             path = folder / fault.file
             source = path.read_text(encoding="utf-8")
@@ -701,15 +727,25 @@ def run(faults: list[Fault]) -> None:
             survives = status_of(folder, fault.test) not in (FAILED, None)
             path.write_text(source, encoding="utf-8")
             wrong += survives
-            print("SURVIVES" if survives else "caught  ", f"{fault.name} ({fault.file}), by {fault.test}", flush=True)
-        if status_of(folder, *(fault.test for fault in faults)):  # a test that always fails would see nothing
+            print(
+                "SURVIVES" if survives else "caught  ",
+                f"{fault.name} ({fault.file}), by {fault.test}",
+                flush=True,
+            )
+        if status_of(
+            folder, *(fault.test for fault in faults)
+        ):  # a test that always fails would see nothing
             print(f"without a fault these must pass: {' '.join(fault.test for fault in faults)}")
             wrong += 1
     sys.exit(wrong)
 
 
 def main(*parts: str) -> int:
-    chosen = [fault for fault in FAULTS if not parts or any(part in f"{fault.name} {fault.where}" for part in parts)]
+    chosen = [
+        fault
+        for fault in FAULTS
+        if not parts or any(part in f"{fault.name} {fault.where}" for part in parts)
+    ]
     for fault in chosen:  # before an hour of tests
         planted((ROOT / fault.file).read_text(encoding="utf-8"), fault)
     trl = find_spec("trl") is not None
@@ -721,7 +757,8 @@ def main(*parts: str) -> int:
     gc.freeze()
     count = min(int(os.environ.get("TEST_PROCESSES", 2)), len(mine))
     shares = [
-        multiprocessing.get_context("fork").Process(target=run, args=(mine[place::count],)) for place in range(count)
+        multiprocessing.get_context("fork").Process(target=run, args=(mine[place::count],))
+        for place in range(count)
     ]
     for share in shares:
         share.start()
@@ -731,7 +768,9 @@ def main(*parts: str) -> int:
     if len(mine) < len(chosen) and not trl:
         path = os.pathsep.join([str(Path(sys.prefix) / "trl"), str(ROOT / "packages/verl-cpu")])
         command = [sys.executable, "-m", "tests.mutations", *parts]
-        wrong += subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode
+        wrong += subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
+        ).returncode
     print(f"{len(mine)} faults; {wrong} to look at")
     return int(wrong > 0)
 

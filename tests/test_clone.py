@@ -13,7 +13,10 @@ def test_nothing_of_the_clone_or_at_home_is_in_reach() -> None:
     """Relative paths, home, caches and the folders of runs lead into a folder that no earlier run has seen."""
     away = Path.cwd()
     assert not away.is_relative_to(ROOT) and not (away / "outputs").exists()
-    assert all(Path(os.environ[name]).is_relative_to(away) for name in ("HOME", "PWD", "HF_HOME", "XDG_CACHE_HOME"))
+    assert all(
+        Path(os.environ[name]).is_relative_to(away)
+        for name in ("HOME", "PWD", "HF_HOME", "XDG_CACHE_HOME")
+    )
     for name in ("grail_trainer", "cpu_trainer"):
         assert Path(compose(name).run.folder).is_relative_to(away)
 
@@ -33,4 +36,8 @@ def test_what_a_test_leaves_is_named(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
     changes = changed(earlier, files(tmp_path))
-    assert changes == ["data/a.parquet (gone)", "outputs/run/metrics.jsonl (changed)", "seen/page.html (new)"]
+    assert changes == [
+        "data/a.parquet (gone)",
+        "outputs/run/metrics.jsonl (changed)",
+        "seen/page.html (new)",
+    ]

@@ -20,11 +20,21 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from examples.grail_in_one_file import BOXED, HASHES, find_answer
 from grail_advantage import Grail, compute_token_weights
-from tests.core.tiny_models import CHARACTERS, ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.core.tiny_models import (
+    CHARACTERS,
+    ROLLOUTS,
+    Rollout,
+    char_tokenizer,
+    encode,
+    make_batch,
+    tiny_model,
+)
 from tests.documentation import DOCS, ROOT, snippets
 
 FOLDERS = ("docs", "benchmarks", "examples", "recipe", "bench")
-PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+)
 READ = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 """What a user reads: neither changes nor the ledgers of development."""
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -53,8 +63,16 @@ def test_links_lead_somewhere() -> None:
             is_inside = file.exists() and ROOT in [file, *file.parents]
             if not is_inside or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
                 broken.append((page.name, link["target"]))
-    for folder in ("grail_advantage", "recipe", "scripts", "examples", "benchmarks"):  # what messages name
-        for file in (file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sh", ".yaml")):
+    for folder in (
+        "grail_advantage",
+        "recipe",
+        "scripts",
+        "examples",
+        "benchmarks",
+    ):  # what messages name
+        for file in (
+            file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sh", ".yaml")
+        ):
             named = re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
             broken += [(file.name, page) for page in named if not (ROOT / page).exists()]
     assert len(PAGES) > 10 and not broken
@@ -69,7 +87,9 @@ BASH = "".join(
 
 
 def test_what_commands_name_is_there() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     files = set(re.findall(r"\b(?:bash|python3?) ([\w/]+\.(?:sh|py))", BASH))
     modules = set(re.findall(r"\bpython3? -m ([\w.]+)", BASH))
     assert len(files) > 10 and not [file for file in files if not (ROOT / file).exists()]
@@ -91,7 +111,9 @@ USUAL = [
 
 
 CHECKLIST = re.findall(
-    r"^\| `((?:\+\+)?[a-z_]+\.[^`]*)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    r"^\| `((?:\+\+)?[a-z_]+\.[^`]*)` \|",
+    (ROOT / "README.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
 )
 COMMANDS = [
     *re.findall("verl.trainer.main_ppo (.*)", BASH),
@@ -100,7 +122,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_verl_takes_the_command(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_takes_the_command(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` are a run's usual ones."""
     monkeypatch.setenv("PWD", str(tmp_path))  # where its token dump goes
     from verl.utils.config import validate_config
@@ -111,7 +135,9 @@ def test_verl_takes_the_command(words: str, tmp_path: Path, monkeypatch: pytest.
     overrides = [word for word in shlex.split(words, comments=True) if "=" in word]
     config = compose("ppo_trainer", [*USUAL, *overrides] if "..." in words else overrides, VERL)
     config.trainer.device = "cpu"
-    options = config.algorithm.adv_estimator not in methods() or "mine" in config.trainer.v1.trainer_mode
+    options = (
+        config.algorithm.adv_estimator not in methods() or "mine" in config.trainer.v1.trainer_mode
+    )
     if not options:  # what the page brings itself is registered where its tests run it
         validate_config(config, use_reference_policy=False, use_critic=False)
         assert config.trainer.v1.trainer_mode.startswith("grail_")
@@ -135,12 +161,19 @@ ROWS = [*ROLLOUTS.values(), Rollout("Six?", r"=\boxed{6}" + 900 * "x", -1.0)]
 
 
 def test_the_first_screens_command_draws_three_answers() -> None:
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-    output = subprocess.run(["bash", "-ec", SHOWN["bash"]], cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    output = subprocess.run(
+        ["bash", "-ec", SHOWN["bash"]], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     drawn = re.findall(r"\(advantage (\S+)\)\n(.*)\n", output.stdout)
     assert [float(advantage) for advantage, _ in drawn] == [0.5, -0.5, -0.5], output.stderr
     colours = [set(re.findall(r"48;5;(\d+)m", coloured)) for _, coloured in drawn]
-    assert len(colours[0]) == 1 and all(len(used) > 3 for used in colours[1:]), "content alone, and reasoning"
+    assert len(colours[0]) == 1 and all(len(used) > 3 for used in colours[1:]), (
+        "content alone, and reasoning"
+    )
 
 
 def gemma_3n() -> Any:
@@ -171,18 +204,27 @@ def gemma_3n() -> Any:
     return model
 
 
-ONE_FILE = [("boxed", "first", 1.0, tiny_model), ("hashes", "last", 0.6, tiny_model), ("boxed", "first", 1.0, gemma_3n)]
+ONE_FILE = [
+    ("boxed", "first", 1.0, tiny_model),
+    ("hashes", "last", 0.6, tiny_model),
+    ("boxed", "first", 1.0, gemma_3n),
+]
 
 
 @pytest.mark.parametrize(("answer", "span", "temperature", "make"), ONE_FILE)
-def test_the_first_screens_weights_are_the_packages(answer: str, span: str, temperature: float, make: Any) -> None:
+def test_the_first_screens_weights_are_the_packages(
+    answer: str, span: str, temperature: float, make: Any
+) -> None:
     assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(encoding="utf-8")
     names: dict[str, Any] = {"torch": torch}
     exec(SHOWN["python"], names)
     rows = ROWS
     pattern = BOXED
     if answer == "hashes":
-        rows = [replace(row, response=re.sub(r"\\boxed\{([^}]*)\}", r"#### \1", row.response)) for row in ROWS]
+        rows = [
+            replace(row, response=re.sub(r"\\boxed\{([^}]*)\}", r"#### \1", row.response))
+            for row in ROWS
+        ]
         pattern = HASHES
     if make is gemma_3n:
         rows = [row for row in rows if len(row.response) < 100]
@@ -190,11 +232,15 @@ def test_the_first_screens_weights_are_the_packages(answer: str, span: str, temp
     tokenizer = char_tokenizer()
     batch = make_batch(rows)
     arguments = {"temperature": temperature, "answer": answer}
-    expected = compute_token_weights(model, tokenizer, *batch.tensors(), Grail(span=span), **arguments).weights
+    expected = compute_token_weights(
+        model, tokenizer, *batch.tensors(), Grail(span=span), **arguments
+    ).weights
     scored: list[float] = []
     for row, weights in zip(rows, batch.of_responses(expected), strict=True):
         ids = torch.tensor(encode(row.prompt)), torch.tensor(encode(row.response))
-        answers = find_answer(tokenizer.convert_ids_to_tokens(ids[1]), pattern, 0 if span == "first" else -1)
+        answers = find_answer(
+            tokenizer.convert_ids_to_tokens(ids[1]), pattern, 0 if span == "first" else -1
+        )
         if answers is None:
             assert set(weights) <= {1.0}
             continue

@@ -20,7 +20,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from grail_advantage import dump as of_dump
-from grail_advantage.dump import DumpHeader, MetricsFile, StepDump, read_dump, remove_steps, write_received, write_step
+from grail_advantage.dump import (
+    DumpHeader,
+    MetricsFile,
+    StepDump,
+    read_dump,
+    remove_steps,
+    write_received,
+    write_step,
+)
 from grail_advantage.text_io import visible
 from grail_advantage.view.page import write_report
 from grail_advantage.view.run import open_run, read_metrics
@@ -29,9 +37,17 @@ from tests import hosts
 from tests.core.common import Given
 from tests.dumps import dump_row, received_header, table_of
 
-OF_RUN = {"reshaper": "log_zscore", "model": "/models/a", "temperature": 0.8, "rows_in_step": 8, "answer": "hashes"}
+OF_RUN = {
+    "reshaper": "log_zscore",
+    "model": "/models/a",
+    "temperature": 0.8,
+    "rows_in_step": 8,
+    "answer": "hashes",
+}
 OPTIONS = {"statistics": None, "reshaper_options": {"sharpness": 0.5}}
-HEADER = DumpHeader(step=3, method="grail", options=OPTIONS, special_tokens={151645: "<|im_end|>"}, **OF_RUN)
+HEADER = DumpHeader(
+    step=3, method="grail", options=OPTIONS, special_tokens={151645: "<|im_end|>"}, **OF_RUN
+)
 
 
 def received(keys: list[str], **columns: Any) -> pa.Table:
@@ -53,7 +69,9 @@ class TestReading:
         rollouts = hosts.plain_rollouts(keys=texts)
         facts = {**rollouts.facts, "labels": labels, **dict.fromkeys(("id", "ground_truth"), texts)}
         by_method = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
-        table = hosts.plain_table(hosts.signal_of("grail"), replace(rollouts, facts=facts), by_method=by_method)
+        table = hosts.plain_table(
+            hosts.signal_of("grail"), replace(rollouts, facts=facts), by_method=by_method
+        )
         path = write_step(tmp_path, replace(HEADER, update=1), table)
         assert path.name == "step_000003_update_1.parquet" and list(tmp_path.iterdir()) == [path]
         dump = read_dump(tmp_path)
@@ -66,35 +84,68 @@ class TestReading:
 
     def test_a_table_has_what_was_received_by_key(self, tmp_path: Path) -> None:
         for step in (1, 2):
-            write_step(tmp_path, replace(HEADER, step=step), table_of([dump_row([1.0, 2.0], key=key) for key in "abc"]))
+            write_step(
+                tmp_path,
+                replace(HEADER, step=step),
+                table_of([dump_row([1.0, 2.0], key=key) for key in "abc"]),
+            )
         effect = [[0.25, math.nan], [1.0, 2.0]]
-        write_received(tmp_path, received_header(2), received(["c", "a"], effect=effect, received=effect))
+        write_received(
+            tmp_path, received_header(2), received(["c", "a"], effect=effect, received=effect)
+        )
         dump = read_dump(tmp_path)
         table = dump.table(["received", "key", "effect", "step"])
         assert table.column_names == ["received", "key", "effect", "step"] and len(table) == 6
         assert table["effect"].to_pylist()[:5] == [None] * 3 + [[1.0, 2.0], None]
         first, second, third = dump.rows([2])
-        assert (first.received_T.tolist(), first.by_update_KT.tolist()) == ([1.0, 2.0], [[0.5, 0.5]])
+        assert (first.received_T.tolist(), first.by_update_KT.tolist()) == (
+            [1.0, 2.0],
+            [[0.5, 0.5]],
+        )
         assert second.effect_T is first.clipped_by_update_KT is None and third.effect_T is not None
 
     def test_older_and_newer_files(self, tmp_path: Path) -> None:
         """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
         written = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
-        written = written.append_column("step", pa.array([3])).append_column("update", pa.array([0]))
+        written = written.append_column("step", pa.array([3])).append_column(
+            "update", pa.array([0])
+        )
         arrived = received(["a"]).drop_columns(["clipped_by_update", "effect"])
         header = received_header(3)
         for file, table, name, record in (
-            ("step_000003", written, "grail_advantage", {"schema_version": 4, "step": 3, "method": "grail"}),
-            ("step_000004", written, "grail_advantage", {"schema_version": 99, "step": 4, "method": "grail"}),
-            ("step_000005", written[:0], "grail_advantage", {"schema_version": 5, "step": 5, "method": "gigpo"}),
-            ("received_000003", arrived, "grail_advantage_received", {"schema_version": 1, **header}),
+            (
+                "step_000003",
+                written,
+                "grail_advantage",
+                {"schema_version": 4, "step": 3, "method": "grail"},
+            ),
+            (
+                "step_000004",
+                written,
+                "grail_advantage",
+                {"schema_version": 99, "step": 4, "method": "grail"},
+            ),
+            (
+                "step_000005",
+                written[:0],
+                "grail_advantage",
+                {"schema_version": 5, "step": 5, "method": "gigpo"},
+            ),
+            (
+                "received_000003",
+                arrived,
+                "grail_advantage_received",
+                {"schema_version": 1, **header},
+            ),
         ):
             table = table.replace_schema_metadata({name: json.dumps(record)})
             pq.write_table(table, tmp_path / f"{file}.parquet")
         dump = read_dump(tmp_path)
         (read,) = dump
         (problem,) = dump.problems
-        assert "step_000004.parquet" in problem and dump.files[0].header == DumpHeader(step=3, method="grail")
+        assert "step_000004.parquet" in problem and dump.files[0].header == DumpHeader(
+            step=3, method="grail"
+        )
         assert dump.files[2].header == DumpHeader(step=5, method="gigpo", gave_advantages=True)
         assert read.weight_T.tolist() == [1.0, 2.0] and read.by_update_KT.tolist() == [[0.5, 0.5]]
         assert read.rollout_log_probs_T is read.clipped_by_update_KT is read.effect_T is None
@@ -102,16 +153,22 @@ class TestReading:
 
 
 class TestWriting:
-    def test_what_fails_leaves_the_file_that_was_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_fails_leaves_the_file_that_was_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = write_step(tmp_path, HEADER, table_of([dump_row([1.0])]))
         uneven = [dump_row([1.0, 2.0]), dump_row([1.0, 2.0], entropy_T=[1.0])]
         for refused in (table_of(uneven), table_of([dump_row([1.0])]).drop_columns("mask")):
             with pytest.raises((ValueError, KeyError)):
                 write_step(tmp_path, HEADER, refused)
-        monkeypatch.setattr(of_dump.os, "fsync", lambda file: os.open("/dev/full/nowhere", os.O_RDONLY))
+        monkeypatch.setattr(
+            of_dump.os, "fsync", lambda file: os.open("/dev/full/nowhere", os.O_RDONLY)
+        )
         with pytest.raises(OSError):
             write_step(tmp_path, HEADER, table_of([dump_row([2.0])]))
-        assert [row.weight_T.item() for row in read_dump(tmp_path)] == [1.0] and list(tmp_path.iterdir()) == [path]
+        assert [row.weight_T.item() for row in read_dump(tmp_path)] == [1.0] and list(
+            tmp_path.iterdir()
+        ) == [path]
 
     def test_a_resumed_run_removes_its_steps_and_nothing_else(self, tmp_path: Path) -> None:
         for step, update in ((1, 0), (9, 0), (10, 0), (10, 3), (11, 0)):
@@ -121,7 +178,10 @@ class TestWriting:
         for name in (*unrelated, ".step_000010.parquet.1.writing"):
             (tmp_path / name).write_text("mine")
         assert len(remove_steps(tmp_path, 10)) == 4
-        assert {path.name for path in tmp_path.iterdir()} == {"step_000001.parquet", "step_000009.parquet"} | unrelated
+        assert {path.name for path in tmp_path.iterdir()} == {
+            "step_000001.parquet",
+            "step_000009.parquet",
+        } | unrelated
         assert remove_steps(tmp_path / "nowhere", 0) == read_dump(tmp_path / "nowhere").steps == []
 
     def test_a_disk_that_fails_or_hangs_costs_its_files(
@@ -132,7 +192,13 @@ class TestWriting:
         folder = tmp_path / "folder"
         answers = threading.Event()
         calls = []
-        dump = StepDump(of_dump.DumpOptions(folder=folder), rollouts.tokenizer, updates=1, model="m", temperature=1.0)
+        dump = StepDump(
+            of_dump.DumpOptions(folder=folder),
+            rollouts.tokenizer,
+            updates=1,
+            model="m",
+            temperature=1.0,
+        )
         w = weigh(rollouts, hosts.signal_of("uniform"), Given())
         folder.write_text("no folder")
         for step in (1, 2):
@@ -151,7 +217,9 @@ class TestWriting:
         assert dump.failed == 4 and calls == ["afterwards"]
 
 
-ONE, TWO, THREE = (json.dumps({"step": step, "data": {"a": step / 2}}).encode() + b"\n" for step in (1, 2, 3))
+ONE, TWO, THREE = (
+    json.dumps({"step": step, "data": {"a": step / 2}}).encode() + b"\n" for step in (1, 2, 3)
+)
 BROKEN = b'\xff\n[1]\nnull\n{"step": "x"}\n{"step": NaN}\n' + b"[" * 100_000 + b"\n"
 
 
@@ -160,7 +228,12 @@ def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path) -> None:
     path = tmp_path / "run/metrics.jsonl"
     MetricsFile(path, -1).add(3, {"a": np.float32(1.5), "b": "text", "c": [1.0], "d": None})
     assert path.read_bytes() == THREE
-    lines = {ONE + TWO[:-1]: ONE + TWO, ONE + TWO[:9]: ONE, ONE + THREE + TWO: ONE + TWO, BROKEN + ONE: ONE}
+    lines = {
+        ONE + TWO[:-1]: ONE + TWO,
+        ONE + TWO[:9]: ONE,
+        ONE + THREE + TWO: ONE + TWO,
+        BROKEN + ONE: ONE,
+    }
     for lines_then, lines_now in lines.items():
         path.write_bytes(lines_then)
         file = MetricsFile(path, 2)
@@ -178,7 +251,12 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    assert json.loads(path.read_text(), parse_constant=refuse)["data"] == {"a": None, "b": None, "c": None, "d": 1.5}
+    assert json.loads(path.read_text(), parse_constant=refuse)["data"] == {
+        "a": None,
+        "b": None,
+        "c": None,
+        "d": 1.5,
+    }
     figures = read_metrics(path, [])
     assert math.isnan(figures["a"][3]) and figures["d"] == {3: 1.5}
 
@@ -186,7 +264,9 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
 def test_no_visible_character_acts() -> None:
     text = visible("".join(map(chr, range(sys.maxunicode + 1))), breaks=False)
     text.encode()
-    assert {unicodedata.category(sign) for sign in set(text) - {"\u200d"}}.isdisjoint(["Cc", "Cf", "Cs", "Zl", "Zp"])
+    assert {unicodedata.category(sign) for sign in set(text) - {"\u200d"}}.isdisjoint(
+        ["Cc", "Cf", "Cs", "Zl", "Zp"]
+    )
     assert visible(text, breaks=False) == text
 
 

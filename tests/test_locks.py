@@ -28,7 +28,9 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
     second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert second.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match=r"option=.* belongs to a run that lives; .*, or the remedy"):
+        with pytest.raises(
+            ValueError, match=r"option=.* belongs to a run that lives; .*, or the remedy"
+        ):
             hold(tmp_path, "the remedy", "option")
     finally:
         second.kill()
@@ -40,7 +42,9 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
-@pytest.mark.parametrize("lock_text", [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"])
+@pytest.mark.parametrize(
+    "lock_text", [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"]
+)
 def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
     number: int,
     lock_text: str | None,

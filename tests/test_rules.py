@@ -55,7 +55,9 @@ OFFLOAD = f"{ACTOR}.fsdp_config.param_offload"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 SAMPLER = "trainer.v1.sampler"
 NO_SAMPLER = "trainer.v1.sampler.custom_sampler={path:null,name:null}"
-ATTENTION, ROUTERS = (f"+{MODEL}.override_config.{name}" for name in ("attn_implementation", "output_router_logits"))
+ATTENTION, ROUTERS = (
+    f"+{MODEL}.override_config.{name}" for name in ("attn_implementation", "output_router_logits")
+)
 QAT = [f"++{ACTOR}.{section}qat" for section in ("", "fsdp_config.")]
 
 REFUSED = {
@@ -186,7 +188,11 @@ ALL_REFUSED = [
 
 
 def composed(overrides: str, configuration: str = RECIPE) -> DictConfig:
-    required = (f"{ACTOR}.use_dynamic_bsz=True", f"{GROUP_SIZE}=4", f"{ACTOR}.ppo_max_token_len_per_gpu=16384")
+    required = (
+        f"{ACTOR}.use_dynamic_bsz=True",
+        f"{GROUP_SIZE}=4",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
+    )
     folder = Path(__file__).with_name("config") if configuration == STOCK else FOLDER
     return compose(configuration, [*required, *overrides.split()], folder)
 
@@ -202,7 +208,9 @@ def _platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("name", "configuration", "overrides"), ALL_REFUSED)
-def test_refused_before_the_trainer_is_chosen(name: str, configuration: str, overrides: str) -> None:
+def test_refused_before_the_trainer_is_chosen(
+    name: str, configuration: str, overrides: str
+) -> None:
     config = composed(overrides, configuration)
     mode = config.trainer.v1.trainer_mode
     with pytest.raises(ValueError, match=f"^{option_of(overrides)}="):
@@ -213,12 +221,16 @@ def test_refused_before_the_trainer_is_chosen(name: str, configuration: str, ove
 @pytest.mark.parametrize("name", WARNED)
 def test_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
     check_config(composed(WARNED[name]))
-    (message,) = (record.message for record in caplog.records if record.name == "grail_advantage.rules")
+    (message,) = (
+        record.message for record in caplog.records if record.name == "grail_advantage.rules"
+    )
     assert message.startswith(f"{option_of(WARNED[name])}=")
 
 
 @pytest.mark.parametrize(("shortcut", "why_not", "name", "overrides"), SHORTCUTS)
-def test_a_shortcut_is_not_taken(shortcut: str, why_not: Callable[..., str], name: str, overrides: str) -> None:
+def test_a_shortcut_is_not_taken(
+    shortcut: str, why_not: Callable[..., str], name: str, overrides: str
+) -> None:
     """With ``auto``; ``true`` is refused."""
     option = option_of(overrides)
     why = why_not(parsed(composed(overrides)), probe=lambda: pytest.fail("the model is asked"))
@@ -240,7 +252,11 @@ def test_an_example_breaks_one_rule_and_every_rule_has_one() -> None:
     broken: list[Rule] = []
     for name, configuration, overrides in ALL_REFUSED:
         settings = parsed(composed(overrides, configuration))
-        refusing = [rule for rule in rules_of(settings, configuration) if rule.when(settings) and not rule.warned]
+        refusing = [
+            rule
+            for rule in rules_of(settings, configuration)
+            if rule.when(settings) and not rule.warned
+        ]
         assert len(refusing) == 1, name
         broken += refusing
     for examples, table in (
@@ -258,7 +274,9 @@ def test_an_example_breaks_one_rule_and_every_rule_has_one() -> None:
     assert {id(rule) for rule in broken} == {id(rule) for table in tables for rule in table}
 
 
-def test_the_defaults_break_no_rule(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_defaults_break_no_rule(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert why_not_skip(parsed(composed(f"{SKIP}=true"))) == ""
     prepare(composed(""))
     prepare(composed("", STOCK))

@@ -78,18 +78,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 if everything ran and passed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
     parser.add_argument(
-        "part", choices=PARTS, help="; ".join(f"{name}: {module_title[1]}" for name, module_title in PARTS.items())
+        "part",
+        choices=PARTS,
+        help="; ".join(f"{name}: {module_title[1]}" for name, module_title in PARTS.items()),
     )
-    parser.add_argument("--dry", action="store_true", help="on the CPU at toy size; times mean nothing")
-    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "gpu_check", metavar="DIR")
+    parser.add_argument(
+        "--dry", action="store_true", help="on the CPU at toy size; times mean nothing"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "outputs" / "gpu_check", metavar="DIR"
+    )
     options = parser.parse_args(arguments)
     module, title = PARTS[options.part]
     device = "cpu" if options.dry else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
-        print(f"torch {torch.__version__} of {sys.executable} sees no GPU on this machine: nothing was checked")
+        print(
+            f"torch {torch.__version__} of {sys.executable} sees no GPU on this machine: nothing was checked"
+        )
         return 1
-    origin = timer.origin(device, f"bash scripts/gpu_check.sh {'--dry ' if options.dry else ''}{options.part}")
-    outcome = Outcome(options.results / f"{options.part}.md", f"## {options.part}: {title}", "", origin)
+    origin = timer.origin(
+        device, f"bash scripts/gpu_check.sh {'--dry ' if options.dry else ''}{options.part}"
+    )
+    outcome = Outcome(
+        options.results / f"{options.part}.md", f"## {options.part}: {title}", "", origin
+    )
     with outcome.attempt("the part as a whole"):
         importlib.import_module(f"benchmarks.gpu_check.{module}").run(outcome, device)
     return 0 if outcome.finish() else 1

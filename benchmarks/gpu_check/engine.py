@@ -58,7 +58,9 @@ def recipe() -> dict[str, Any]:
     return yaml.safe_load(done.stdout)
 
 
-def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: str, together: int) -> None:
+def training_side(
+    outcome: Outcome, config: dict[str, Any], device: str, shape: str, together: int
+) -> None:
     """Steps of all variants in turn, and the peaks of their stages. GRAIL's step must cost what its multiplications say,
     and its pass must fit where verl's own stages do."""
     from omegaconf import OmegaConf
@@ -100,7 +102,10 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
     )
     outcome.figures(f"Training side, {name}", table, note)
     limit_of_step = 1 + STEP_LIMIT * scored / rows
-    for variant, limit in (("GRAIL", limit_of_step), ("GRAIL, own forward", limit_of_step - FORWARD)):
+    for variant, limit in (
+        ("GRAIL", limit_of_step),
+        ("GRAIL, own forward", limit_of_step - FORWARD),
+    ):
         ratios = table[variant][ONE_EPOCH]
         detail = f"{timer.cell(ratios)} x (at most {limit:.3g}; on a CPU times mean nothing)"
         holds = median(ratios) <= limit if device == "cuda" else None
@@ -112,9 +117,13 @@ def training_side(outcome: Outcome, config: dict[str, Any], device: str, shape: 
     for stage in ("GRAIL's pass", "actor update, own forward"):
         share = peaks[stage]["GiB"] / verls
         outcome.check(
-            f"{name}: {stage} needs no more memory than verl's stages", share <= 1, f"{share:.2f} x their peak"
+            f"{name}: {stage} needs no more memory than verl's stages",
+            share <= 1,
+            f"{share:.2f} x their peak",
         )
     for layout in (exchange.UPDATE, exchange.FORWARD):
         with host.engine.eval_mode():
             finding = EngineModel(host.engine, temperature=1.0).probe(layout, setup.tokens)
-        outcome.check(f"{name}: a response is the same beside others, {layout}", finding.holds, str(finding))
+        outcome.check(
+            f"{name}: a response is the same beside others, {layout}", finding.holds, str(finding)
+        )

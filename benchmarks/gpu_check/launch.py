@@ -31,7 +31,9 @@ OVERRIDES_ON_CPU = """
 hydra.searchpath=[pkg://verl/trainer/config,pkg://grail_advantage/verl_ext/config,pkg://verl_cpu] +config=cpu
 data.filter_overlong_prompts_workers=1 data.dataloader_num_workers=0
 """
-STAGES = "step gen old_log_prob token_weights_pass update_actor update_weights save_checkpoint testing"
+STAGES = (
+    "step gen old_log_prob token_weights_pass update_actor update_weights save_checkpoint testing"
+)
 WAIT = 10
 """Seconds between the kill and the second start."""
 
@@ -43,9 +45,15 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         for line in machine.stdout or ():
             if line.startswith('["'):  # libraries print more
                 outcome.check(*json.loads(line))
-    outcome.check("these checks come to their end", machine.returncode == 0, f"exit status {machine.returncode}")
+    outcome.check(
+        "these checks come to their end",
+        machine.returncode == 0,
+        f"exit status {machine.returncode}",
+    )
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # of the time limit, so that the script ends, too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # of the time limit, so that the script ends, too
     rehearse(outcome, device, outcome.path.parent / "launch")
 
 
@@ -64,12 +72,22 @@ def rehearse(outcome: Outcome, device: str, folder: Path) -> None:
     time.sleep(WAIT)
     # psutil compares number and start, so that a new process with an old number is none of them.
     processes = [process for process in psutil.process_iter(["name", "status"]) if process in tree]
-    alive_names = [process.info["name"] for process in processes if process.info["status"] != psutil.STATUS_ZOMBIE]
+    alive_names = [
+        process.info["name"]
+        for process in processes
+        if process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
     detail, _ = start(device, folder, kill_at=0)
     second = steps(metrics)
-    outcome.check("killed by SIGKILL, the same command resumes and ends", detail.startswith("exit status 0"), detail)
+    outcome.check(
+        "killed by SIGKILL, the same command resumes and ends",
+        detail.startswith("exit status 0"),
+        detail,
+    )
     alive = f"processes left {WAIT} s after the kill: {', '.join(alive_names) or 'none'}"
-    outcome.check("each step is taken once", {**second, 1: first[1]} == second and max(second) == 2, alive)
+    outcome.check(
+        "each step is taken once", {**second, 1: first[1]} == second and max(second) == 2, alive
+    )
     rate = first[1]["grail/selected_rate"]
     outcome.check("GRAIL weighs tokens", rate > 0, f"in {rate:.0%} of the responses")
     table = {
@@ -86,12 +104,21 @@ def start(device: str, folder: Path, kill_at: int) -> tuple[str, list[psutil.Pro
     if device == "cpu":
         settings += VARIABLES_ON_CPU.split()
         overrides += OVERRIDES_ON_CPU.split()
-    command = ["env", *settings, f"PYTHON={sys.executable}", "bash", ROOT / "examples/run_one_gpu_grail.sh", *overrides]
+    command = [
+        "env",
+        *settings,
+        f"PYTHON={sys.executable}",
+        "bash",
+        ROOT / "examples/run_one_gpu_grail.sh",
+        *overrides,
+    ]
     path = folder / ("killed.log" if kill_at else "resumed.log")
     tree: list[psutil.Process] = []
     began = time.monotonic()
     with path.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         while process.poll() is None:
             if kill_at in steps(folder / "run/metrics.jsonl") and kill_at:
@@ -108,5 +135,7 @@ def steps(metrics: Path) -> dict[int, dict]:
     if not metrics.is_file():
         return {}
     lines = metrics.read_text().splitlines(keepends=True)
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+    entries = [
+        json.loads(line) for line in lines if line.endswith("\n")
+    ]  # the last one may be half written
     return {entry["step"]: entry["data"] for entry in entries}

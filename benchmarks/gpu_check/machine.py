@@ -35,8 +35,12 @@ def attention(device: str) -> str:
     lengths = [100, 200]
     tokens_1N = torch.randint(8000, (1, 300), device=device)
     positions_1N = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
-    logits = packed(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False).logits[0].float()
-    expected = torch.cat([alone(input_ids=part).logits[0] for part in tokens_1N.split(lengths, dim=1)])
+    logits = (
+        packed(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False).logits[0].float()
+    )
+    expected = torch.cat(
+        [alone(input_ids=part).logits[0] for part in tokens_1N.split(lengths, dim=1)]
+    )
     upstream = torch.randn_like(expected)
     gradients = [
         torch.autograd.grad((output * upstream).sum(), model.get_input_embeddings().weight)[0]
@@ -61,7 +65,9 @@ def log_probabilities(device: str) -> str:
 
 def limited(actual: torch.Tensor, expected: torch.Tensor, limit: float = 0.05) -> str:
     """How far one tensor is off the other, as a share of its size; AssertionError: by more than ``limit``."""
-    error = float((actual.detach() - expected.detach()).double().norm() / expected.detach().double().norm())
+    error = float(
+        (actual.detach() - expected.detach()).double().norm() / expected.detach().double().norm()
+    )
     detail = f"off by {error:.2g} of their size, at most {limit:g}"
     assert error <= limit, detail
     return detail

@@ -24,7 +24,9 @@ from grail_advantage.weigh import weigh
 
 JUDGED: dict[str, Method] = {"grail, official": Grail("official"), "grail, robust": Grail("robust")}
 """Methods whose weights bfloat16 must keep. OAR-G's noise is near bfloat16's rounding, so it has no limit."""
-METHODS = JUDGED | {f"oar_g, {name}": Oar("gradient", variant=name) for name in ("official", "grail_port")}
+METHODS = JUDGED | {
+    f"oar_g, {name}": Oar("gradient", variant=name) for name in ("official", "grail_port")
+}
 MOST = 0.04
 LEAST = 0.995
 """Most mean absolute difference of weights, as a share of their own deviation, and least rank correlation of scores."""
@@ -42,7 +44,9 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         model = random_model(small, "cpu", torch.float32)
         rollouts = incorrect(small, 2, 192)
         for name, method in JUDGED.items():
-            expected, actual = (weights(model.to(where), method, rollouts).weights for where in ("cpu", device))
+            expected, actual = (
+                weights(model.to(where), method, rollouts).weights for where in ("cpu", device)
+            )
             error = float((actual - expected).abs().max())
             text = f"{name}: the device's weights are the CPU's"
             detail = f"off by {error:.1e}, allowed 1e-3"
@@ -61,7 +65,9 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
 
 def incorrect(shape: str, rows: int, tokens: int) -> Rollouts:
     """Responses that all have scores."""
-    return Setup("cpu", shape, rows, tokens, prompt=128 if tokens > 1000 else 16, micro_batch_rows=1).rollouts(rows)
+    return Setup(
+        "cpu", shape, rows, tokens, prompt=128 if tokens > 1000 else 16, micro_batch_rows=1
+    ).rollouts(rows)
 
 
 def weights(model: PreTrainedModel, method: Method, rollouts: Rollouts) -> Weighed:
@@ -69,26 +75,39 @@ def weights(model: PreTrainedModel, method: Method, rollouts: Rollouts) -> Weigh
     return weigh(rollouts, method, PlainHost(model, rollouts, device=model.device))
 
 
-def precision(outcome: Outcome, name: str, model: PreTrainedModel, rollouts: Rollouts, least: float = LEAST) -> None:
+def precision(
+    outcome: Outcome, name: str, model: PreTrainedModel, rollouts: Rollouts, least: float = LEAST
+) -> None:
     """Weights of one model in float32 and with its parameters rounded to bfloat16, which they are afterwards."""
     exact = {label: weights(model, method, rollouts) for label, method in METHODS.items()}
     for parameter in model.parameters():
         # Not the buffers: rotary frequencies stay in float32, as they do where a checkpoint is loaded in bfloat16.
         parameter.data = parameter.data.to(torch.bfloat16)
-    rounded = {label: compared(weights(model, method, rollouts), exact[label]) for label, method in METHODS.items()}
-    outcome.figures(f"Precision, {name}", rounded, "Token weights in bfloat16 less those in float32.")
+    rounded = {
+        label: compared(weights(model, method, rollouts), exact[label])
+        for label, method in METHODS.items()
+    }
+    outcome.figures(
+        f"Precision, {name}", rounded, "Token weights in bfloat16 less those in float32."
+    )
     for label in JUDGED:
         share = rounded[label][SHARE]
         rank = rounded[label][RANK]
         detail = f"off by {share:.1%} of their deviation (at most {MOST:.0%}), rank correlation {rank:.4f} (at least {least})"
-        outcome.check(f"{name}, {label}: bfloat16 keeps the weights", share <= MOST and rank >= least, detail)
+        outcome.check(
+            f"{name}, {label}: bfloat16 keeps the weights", share <= MOST and rank >= least, detail
+        )
 
 
 def compared(actual: Weighed, exact: Weighed) -> dict[str, float]:
     """How far weights are off, over the tokens that have scores, and Spearman's correlation of the scores."""
     scored_BT = ~exact.scores.isnan()
     error_N = (actual.weights - exact.weights)[scored_BT].abs()
-    figures = {"mean": error_N.mean(), "99 % below": error_N.quantile(0.99), "largest": error_N.max()}
+    figures = {
+        "mean": error_N.mean(),
+        "99 % below": error_N.quantile(0.99),
+        "largest": error_N.max(),
+    }
     figures[SHARE] = error_N.mean() / exact.weights[scored_BT].std()
     correlations = []
     for actual_T, exact_T, scored_T in zip(actual.scores, exact.scores, scored_BT, strict=True):
@@ -115,7 +134,9 @@ def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
     for label in (*ways, *(f"{name}, checkpointed" for name in ways)):
         name, _, checkpointed = label.partition(", ")
         if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         try:
             peak = peak_memory(device, ways[name]) / 2**30
             durations = []
@@ -123,15 +144,25 @@ def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
                 model.eval().zero_grad(set_to_none=True)
                 durations.append(seconds(device, ways[name]))
             forward = median(measured["forward"]["seconds"] if measured else durations)
-            measured[label] = {"seconds": durations, "x the forward": median(durations) / forward, PEAK: peak}
+            measured[label] = {
+                "seconds": durations,
+                "x the forward": median(durations) / forward,
+                PEAK: peak,
+            }
         except torch.cuda.OutOfMemoryError:
             measured[label] = {PEAK: math.inf}
         # The gradients of training would count in the next pass's peak.
         model.eval().zero_grad(set_to_none=True)
         release()
-    outcome.figures(f"Passes, {shape}", measured, f"One response of {tokens} tokens; inf: does not fit.")
+    outcome.figures(
+        f"Passes, {shape}", measured, f"One response of {tokens} tokens; inf: does not fit."
+    )
     checkpointed = "grail, checkpointed"
-    for cheaper, dearer in (("grail", "training"), (checkpointed, "training, checkpointed"), (checkpointed, "grail")):
+    for cheaper, dearer in (
+        ("grail", "training"),
+        (checkpointed, "training, checkpointed"),
+        (checkpointed, "grail"),
+    ):
         less = measured[cheaper][PEAK]
         more = measured[dearer][PEAK]
         detail = f"{less:.4g} GiB and {more:.4g} GiB"
@@ -143,4 +174,6 @@ def summed_loss(model: PreTrainedModel, ids_1L: torch.Tensor) -> torch.Tensor:
     """A forward with logits everywhere, and the summed loss of all tokens."""
     logits_LV = model(input_ids=ids_1L, use_cache=False).logits[0, :-1]
     parts = zip(logits_LV.split(512), ids_1L[0, 1:].split(512), strict=True)
-    return sum(F.cross_entropy(part_KV.float(), tokens_K, reduction="sum") for part_KV, tokens_K in parts)
+    return sum(
+        F.cross_entropy(part_KV.float(), tokens_K, reduction="sum") for part_KV, tokens_K in parts
+    )

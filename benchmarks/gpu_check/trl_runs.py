@@ -53,20 +53,33 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         precision(outcome, "SmolLM2-135M on worked sums", model.to(device), rollouts, LEAST)
     with outcome.attempt("SmolLM2: the parts of a step's weights"):
         table = parts_of_weights(model, solved_rollouts(tokenizer, held_out), device)
-        outcome.figures("GRAIL's weights", table, f"{len(held_out)} responses as TRL's trainer has them, all scored.")
+        outcome.figures(
+            "GRAIL's weights",
+            table,
+            f"{len(held_out)} responses as TRL's trainer has them, all scored.",
+        )
     # Anew, as precision() has rounded the weights.
     model, _ = load_smollm2()
     settings = WarmUpSettings(SLIPS, 32 if full else 4, 1e-4, 96 if full else 2, 8, 0, 0.35)
     warm_up(model.to(device), tokenizer, warm, held_out, settings, max_new_tokens=LONGEST)
     boxed, right = judge(model, tokenizer, held_out, max_new_tokens=LONGEST).values()
-    holds = boxed > 0.5 and 0.2 <= right <= 0.8 if full else None  # most prompts have both kinds among their eight
-    outcome.check("SFT teaches boxes, and some are right", holds, f"{boxed:.0%} boxed, {right:.0%} right")
+    holds = (
+        boxed > 0.5 and 0.2 <= right <= 0.8 if full else None
+    )  # most prompts have both kinds among their eight
+    outcome.check(
+        "SFT teaches boxes, and some are right", holds, f"{boxed:.0%} boxed, {right:.0%} right"
+    )
     shutil.rmtree(FOLDER, ignore_errors=True)  # of an earlier check
     for part in (model, tokenizer):
         part.save_pretrained(FOLDER / "model")
     for name, data in {"data": train, "held-out": held_out}.items():
-        rows = [{"prompt": [{"role": "user", "content": row.text}], "answer": str(row.answer)} for row in data]
-        (FOLDER / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        rows = [
+            {"prompt": [{"role": "user", "content": row.text}], "answer": str(row.answer)}
+            for row in data
+        ]
+        (FOLDER / f"{name}.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8"
+        )
     for method in ("grail", "uniform"):
         with outcome.attempt(f"{method} in TRL"):
             train_by(outcome, method, steps=20 if full else 2, prompts=8 if full else 1)
@@ -75,12 +88,17 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
 def solved_rollouts(tokenizer: Any, problems: Sequence[Problem]) -> Rollouts:
     """Worked solutions, with slips, as responses that all count as incorrect."""
     rng = random.Random(0)
-    solutions = [tokenizer.encode(solve(problem, SLIPS, rng), add_special_tokens=False) for problem in problems]
+    solutions = [
+        tokenizer.encode(solve(problem, SLIPS, rng), add_special_tokens=False)
+        for problem in problems
+    ]
     responses = list(map(torch.tensor, solutions))
     return Rollouts(
         prompts=[torch.tensor(prompt_ids(tokenizer, problem)) for problem in problems],
         responses=responses,
-        mask=pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in responses], batch_first=True),
+        mask=pad_sequence(
+            [torch.ones_like(ids, dtype=torch.bool) for ids in responses], batch_first=True
+        ),
         advantages=-torch.ones(len(problems)),
         tokenizer=tokenizer,
     )
@@ -96,7 +114,11 @@ def parts_of_weights(model: Any, rollouts: Rollouts, device: str) -> dict[str, d
     for call in ("first", "second", "third"):
         forwards.clear()
         duration = seconds(device, lambda: weights(model, Grail(), rollouts))
-        table[call] = {"seconds": duration, "of it forwards": sum(forwards), "forwards": len(forwards)}
+        table[call] = {
+            "seconds": duration,
+            "of it forwards": sum(forwards),
+            "forwards": len(forwards),
+        }
     on_start.remove()
     on_end.remove()
     return table
@@ -122,7 +144,9 @@ def train_by(outcome: Outcome, method: str, steps: int, prompts: int) -> None:
         "learning-rate": 1e-5,
     }
     words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-    path = os.pathsep.join([str(ROOT), str(Path(sys.prefix, "trl")), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT), str(Path(sys.prefix, "trl")), os.environ.get("PYTHONPATH", "")]
+    )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     command = [sys.executable, "examples/trl_grail.py", "--bf16", *words]
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode
@@ -140,9 +164,13 @@ def train_by(outcome: Outcome, method: str, steps: int, prompts: int) -> None:
         table[column]["median after the first"] = median(list(table[column].values())[1:])
     outcome.figures(f"Run of {method}, by step", table)
     complete = len(rewards) == steps and all(0 <= reward <= 1 for reward in rewards)
-    outcome.check(f"{method}: every step has a reward", complete, f"{len(rewards)} of {steps} steps")
+    outcome.check(
+        f"{method}: every step has a reward", complete, f"{len(rewards)} of {steps} steps"
+    )
     if steps > 2:
         mixed = any(0 < reward < 1 for reward in rewards)
-        outcome.check(f"{method}: some are correct and some incorrect", mixed, f"up to {max(rewards):.3f}")
+        outcome.check(
+            f"{method}: some are correct and some incorrect", mixed, f"up to {max(rewards):.3f}"
+        )
         if method != "uniform":
             outcome.check(f"{method} scores responses", rate > 0, f"{rate:.0%} of a batch at most")

@@ -32,7 +32,10 @@ from grail_advantage.receipt import Batch, Watch, check, trl_loss
 from grail_advantage.receipt.report import write
 from grail_advantage.weigh import weigh, with_columns
 
-METHOD = build(os.environ.get("TOKEN_WEIGHTS", "grail"), json.loads(os.environ.get("TOKEN_WEIGHTS_OPTIONS", "{}")))
+METHOD = build(
+    os.environ.get("TOKEN_WEIGHTS", "grail"),
+    json.loads(os.environ.get("TOKEN_WEIGHTS_OPTIONS", "{}")),
+)
 ANSWER = answer_format(os.environ.get("TOKEN_WEIGHTS_ANSWER", "boxed"))
 MISSING_ANSWERS = os.environ.get("TOKEN_WEIGHTS_MISSING_ANSWERS", "stop")
 RECEIPT = os.environ.get("TOKEN_WEIGHTS_RECEIPT")
@@ -61,7 +64,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if not METHOD.uses and self.accelerator.num_processes > 1:
             # Without a pass it costs nothing to look at the responses of all processes, which some methods compare.
             rollouts_here = with_columns(
-                rollouts_here, [name for name in DUMPED if name in METHOD.reads], self._host(rollouts_here)
+                rollouts_here,
+                [name for name in DUMPED if name in METHOD.reads],
+                self._host(rollouts_here),
             )
             rollouts = joined(gather_object([rollouts_here.part(range(len(rollouts_here)))]))
             rollouts = replace(rollouts, tokenizer=self.processing_class)
@@ -70,7 +75,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             weighed = weighed.part(rollouts_here.places)
         grpo_batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
         advantages = weighed.advantages_under([batch.completion_mask for batch in grpo_batches])
-        places = torch.arange(len(rollouts_here)).split([len(advantages_bW) for advantages_bW in advantages])
+        places = torch.arange(len(rollouts_here)).split(
+            [len(advantages_bW) for advantages_bW in advantages]
+        )
         for grpo_batch, advantages_bW, rows in zip(grpo_batches, advantages, places, strict=True):
             grpo_batch.advantages = advantages_bW.to(grpo_batch.advantages)
             grpo_batch.rows = rows
@@ -87,7 +94,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             inputs = batch["model_inputs"]
             grpo_batch = batch["grpo_batch"]
             if grpo_batch.teacher_per_token_logps is not None:
-                raise ValueError("a teacher (--teacher_model, teacher_prompt) has token advantages of its own")
+                raise ValueError(
+                    "a teacher (--teacher_model, teacher_prompt) has token advantages of its own"
+                )
             mask_bW = grpo_batch.completion_mask
             old_bW = grpo_batch.old_per_token_logps
             parts.append((inputs["input_ids"], inputs["attention_mask"], mask_bW, old_bW))
@@ -104,7 +113,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             tokenizer=self.processing_class,
             answer=ANSWER,
             truncated=torch.tensor([sample.is_truncated for sample in samples]),
-            groups=torch.tensor([int(sample.prompt_id.removeprefix("prompt_")) for sample in samples]),
+            groups=torch.tensor(
+                [int(sample.prompt_id.removeprefix("prompt_")) for sample in samples]
+            ),
             rewards=get_even_process_data(self, rewards).double(),
             examples=[Example(sample.messages[:-1], sample.extra, {}) for sample in samples],
             fields={name: [row.get(name) for row in rows] for name in METHOD.field_names},
@@ -140,7 +151,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, model_inputs, grpo_batch, **named):
         """ms-swift's (line 1604); within the loss the receipt reads the gradient of the log-probabilities."""
-        log_probs, entropies = super()._get_per_token_logps_and_entropies(model, model_inputs, grpo_batch, **named)
+        log_probs, entropies = super()._get_per_token_logps_and_entropies(
+            model, model_inputs, grpo_batch, **named
+        )
         if self._watch is not None and log_probs.requires_grad:
             self._watch.read(log_probs, grpo_batch.rows)
         return log_probs, entropies
@@ -172,12 +185,20 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             mask_BW = mask_BW & ~torch.cat([batch.truncated_mask for batch in batches])[:, None]
         updates = args.steps_per_generation // args.gradient_accumulation_steps
         totals_U2 = None
-        if loss.over == "batch":  # TRL divides by the tokens of an update, ms-swift by those of the generation batch
+        if (
+            loss.over == "batch"
+        ):  # TRL divides by the tokens of an update, ms-swift by those of the generation batch
             loss = replace(loss, over="update")
             tokens = float(batches[0].num_items_in_batch) / self.accelerator.num_processes
-            totals_U2 = torch.tensor([[tokens, len(mask_BW) / updates]]).expand(updates * self.num_iterations, 2)
+            totals_U2 = torch.tensor([[tokens, len(mask_BW) / updates]]).expand(
+                updates * self.num_iterations, 2
+            )
         # The check knows no formula for these: it looks at the structure alone.
-        if self.rollout_importance_sampling_mode or self.off_policy_sequence_mask_delta or self.kl_in_reward:
+        if (
+            self.rollout_importance_sampling_mode
+            or self.off_policy_sequence_mask_delta
+            or self.kl_in_reward
+        ):
             loss = replace(loss, account=None)
         batch = Batch(
             advantages_BW,
@@ -206,7 +227,8 @@ def refuse(trainer):
         "--use_liger_kernel true, which averages the advantages of a response": trainer.use_liger_loss,
         "--importance_sampling_level sequence": args.importance_sampling_level != "token",
         "--loss_type real": args.loss_type == "real",
-        "--fp16 true, in which gradients underflow": args.fp16 and METHOD.uses in ("saliency", "logits"),
+        "--fp16 true, in which gradients underflow": args.fp16
+        and METHOD.uses in ("saliency", "logits"),
         "responses to a prompt on several processes": METHOD.whole_groups and splits_groups,
     }
     for setting, is_there in refused.items():

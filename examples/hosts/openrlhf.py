@@ -46,13 +46,20 @@ class OpenRLHFHost:
         return columns
 
     def scores(self, method, rows):
-        return self._run("token_scores", method, rows, [row.group for row in rows] if method.whole_groups else None)
+        return self._run(
+            "token_scores",
+            method,
+            rows,
+            [row.group for row in rows] if method.whole_groups else None,
+        )
 
     def _run(self, name, argument, rows, groups=None):
         """Returns the results of a method of the workers, one a row. Each worker gets a share of the rows, some perhaps
         none."""
         shares = deal([len(row.tokens) for row in rows], len(self._workers._actor_handlers), groups)
-        parts = [(argument, [rows[index] for index in share], self._rollouts.step) for share in shares]
+        parts = [
+            (argument, [rows[index] for index in share], self._rollouts.step) for share in shares
+        ]
         results = {}
         of_workers = ray.get(self._workers.async_run_method_batch(name, part=parts))
         for share, [values] in zip(shares, of_workers, strict=True):
@@ -70,34 +77,52 @@ class TokenWeightExperienceMaker(RemoteExperienceMaker):
         settings = self.args.token_weights
         self._method = build(settings.method, json.loads(settings.options))
         self._answer = answer_format(settings.answer)
-        self._answers = AnswerCheck(self._method, self._answer, settings.missing_answers, "token_weights.")
+        self._answers = AnswerCheck(
+            self._method, self._answer, settings.missing_answers, "token_weights."
+        )
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences):
         """OpenRLHF's (line 238), which gives each action of a response the response's advantage."""
         experiences = super().compute_advantages_and_returns(experiences)
-        parts = [(e.sequences, e.attention_mask, e.action_mask, e.action_log_probs, e.advantages) for e in experiences]
+        parts = [
+            (e.sequences, e.attention_mask, e.action_mask, e.action_log_probs, e.advantages)
+            for e in experiences
+        ]
         ids_BL, attention_BL, response_BL, old_BL, advantages_BL = stacked(parts)
         places = [place for experience in experiences for place in experience.index]
-        info = {name: [experience.info[name] for experience in experiences] for name in experiences[0].info}
+        info = {
+            name: [experience.info[name] for experience in experiences]
+            for name in experiences[0].info
+        }
         rollouts = Rollouts.from_padded(
             ids_BL,
             attention_BL,
             response_BL,
             columns={OLD_LOG_PROBS: old_BL},
             # All actions of a response have one advantage: that of the first.
-            advantages=advantages_BL.gather(1, response_BL.argmax(dim=1, keepdim=True))[:, 0].float(),
+            advantages=advantages_BL.gather(1, response_BL.argmax(dim=1, keepdim=True))[
+                :, 0
+            ].float(),
             tokenizer=self.tokenizer,
             answer=self._answer,
             truncated=torch.cat([experience.truncated for experience in experiences]),
             groups=torch.tensor(places) // self.args.rollout.n_samples_per_prompt,
             rewards=torch.cat([experience.rewards for experience in experiences]).double(),
-            fields={name: torch.cat(info[name]).tolist() for name in self._method.field_names if name in info},
+            fields={
+                name: torch.cat(info[name]).tolist()
+                for name in self._method.field_names
+                if name in info
+            },
             places=places,
             step=self.step,
         )
-        self.weighed = weigh(rollouts, self._method, OpenRLHFHost(rollouts, self.actor_model_group), self._answers)
-        weighed_advantages = self.weighed.advantages_under([experience.action_mask for experience in experiences])
+        self.weighed = weigh(
+            rollouts, self._method, OpenRLHFHost(rollouts, self.actor_model_group), self._answers
+        )
+        weighed_advantages = self.weighed.advantages_under(
+            [experience.action_mask for experience in experiences]
+        )
         for experience, advantages_bA in zip(experiences, weighed_advantages, strict=True):
             experience.advantages = advantages_bA.to(experience.advantages)
         if self.args.token_weights.receipt:
@@ -106,7 +131,9 @@ class TokenWeightExperienceMaker(RemoteExperienceMaker):
 
     def _batch(self, experiences):
         """Returns what a receipt compares with. Each response gets its place, which it has along on the workers."""
-        names = ["advantages", "action_mask", "action_log_probs"] + ["base_action_log_probs"] * has_kl_loss(self.args)
+        names = ["advantages", "action_mask", "action_log_probs"] + [
+            "base_action_log_probs"
+        ] * has_kl_loss(self.args)
         parts = [[getattr(experience, name) for name in names] for experience in experiences]
         advantages_BA, mask_BA, old_BA, *reference_BA = stacked(parts)
         start = 0
@@ -128,7 +155,9 @@ class TokenWeightPPOTrainer(ppo_trainer.PPOTrainer.__ray_metadata__.modified_cla
     """OpenRLHF's trainer with this experience maker, which also logs the metrics of each step's weights."""
 
     def __init__(self, *arguments, **named):
-        ppo_trainer.RemoteExperienceMaker = TokenWeightExperienceMaker  # of which its constructor makes one (line 176)
+        ppo_trainer.RemoteExperienceMaker = (
+            TokenWeightExperienceMaker  # of which its constructor makes one (line 176)
+        )
         super().__init__(*arguments, **named)
 
     def train_step(self, rollout_samples, global_step):
@@ -136,7 +165,9 @@ class TokenWeightPPOTrainer(ppo_trainer.PPOTrainer.__ray_metadata__.modified_cla
         maker.step = global_step
         status, next_step = super().train_step(rollout_samples, global_step)
         weighed = maker.weighed
-        status |= {f"{weighed.method.name}/{name}": value for name, value in weighed.metrics.items()}
+        status |= {
+            f"{weighed.method.name}/{name}": value for name, value in weighed.metrics.items()
+        }
         if self.args.token_weights.receipt:
             of_workers = ray.get(self.actor_model_group.async_run_method("receipt_pieces"))
             loss = loss_of(self.args, self.kl_ctl.value)
@@ -204,7 +235,9 @@ def has_kl_loss(args):
 def loss_of(args, kl_coef):
     """OpenRLHF's loss (models/loss.py) for a receipt; with a correction for the rollout engine its structure alone."""
     low, high = args.actor.eps_clip_low_high
-    is_known = args.algo.advantage.is_correction_level == "off" and not args.algo.kl.unbiased_gradient
+    is_known = (
+        args.algo.advantage.is_correction_level == "off" and not args.algo.kl.unbiased_gradient
+    )
     return Loss(
         args.actor.policy_loss_type,
         "clip" if is_known else None,
@@ -224,7 +257,10 @@ def refuse(flags):
         "--ds.tensor_parallel_size above 1": flags["ds.tensor_parallel_size"] > 1,
         "--data.max_images_per_prompt above 0": flags["data.max_images_per_prompt"] > 0,
         "--train.async_enable": flags["train.async_enable"],
-        "--algo.advantage.estimator gae, the default; take group_norm": flags["algo.advantage.estimator"] == "gae",
+        "--algo.advantage.estimator gae, the default; take group_norm": flags[
+            "algo.advantage.estimator"
+        ]
+        == "gae",
         "--algo.advantage.gamma below 1": flags["algo.advantage.gamma"] != 1,
         "--algo.kl.init_coef above 0 without --algo.kl.use_loss": kl_in_reward,
         "--actor.policy_loss_type gspo": flags["actor.policy_loss_type"] == "gspo",
@@ -244,8 +280,17 @@ def parse_args(parser, *arguments):
     add = parser.add_argument_group("token weights").add_argument
     add("--token_weights.method", default="grail", help="its name")
     add("--token_weights.options", default="{}", help="of the method, as JSON")
-    add("--token_weights.answer", default="boxed", help="the format of answers, or a regular expression")
-    add("--token_weights.missing_answers", choices=CHOICES, default=CHOICES[0], help="where responses have none")
+    add(
+        "--token_weights.answer",
+        default="boxed",
+        help="the format of answers, or a regular expression",
+    )
+    add(
+        "--token_weights.missing_answers",
+        choices=CHOICES,
+        default=CHOICES[0],
+        help="where responses have none",
+    )
     add("--token_weights.receipt", help="a file for what each token received")
     args = parser.parse_args(*arguments)
     refuse(vars(args))

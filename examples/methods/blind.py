@@ -18,7 +18,9 @@ class Blind(Mapped):
         return replace(row, tokens=torch.cat([prompt, row.tokens[row.start :]]), start=len(prompt))
 
     def run(self, rows, model):
-        log_probs = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
+        log_probs = model.micro_batches(
+            rows, lambda micro: micro.response_log_probs(), gradients=False
+        )
         return [RowScores(of_row.float()) for of_row in log_probs]
 
     def scores(self, r, of_pass):

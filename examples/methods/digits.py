@@ -10,7 +10,9 @@ class Digits(Method):
 
     def scores(self, r, of_pass):
         texts = TokenTexts(r.tokenizer)
-        return torch.tensor([[any(map(str.isdigit, text)) for text in texts(ids)] for ids in r.tokens.numpy()]).float()
+        return torch.tensor(
+            [[any(map(str.isdigit, text)) for text in texts(ids)] for ids in r.tokens.numpy()]
+        ).float()
 
     def weights(self, scores, among, r):
         return Weights(torch.where(scores > 0, self.weight, 1.0))

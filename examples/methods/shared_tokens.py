@@ -18,7 +18,9 @@ class SharedTokens(Method):
             right = r.tokens[(r.groups == r.groups[index]) & (r.advantages > 0)]
             if len(right):
                 scores[index] -= (
-                    torch.stack([torch.isin(r.tokens[index], tokens) for tokens in right]).float().mean(dim=0)
+                    torch.stack([torch.isin(r.tokens[index], tokens) for tokens in right])
+                    .float()
+                    .mean(dim=0)
                 )
         return scores
 

@@ -6,7 +6,9 @@ import pytest
 
 from grail_advantage.check import main
 
-FILES = [file for file in sorted(Path(__file__).parent.glob("*.py")) if not file.name.startswith("test_")]
+FILES = [
+    file for file in sorted(Path(__file__).parent.glob("*.py")) if not file.name.startswith("test_")
+]
 FIELDS = ["--field", "step_rewards=[0.5, -1]", "--field", "tool_rewards=[0.25]"]
 
 

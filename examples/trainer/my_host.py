@@ -10,10 +10,14 @@ class MyHost:
     """The model is in this process."""
 
     def __init__(self, model, tokenizer, columns, step=0):
-        self.model = HuggingFaceModel(model, tokenizer, temperature=1.0, device=model.device, step=step)
+        self.model = HuggingFaceModel(
+            model, tokenizer, temperature=1.0, device=model.device, step=step
+        )
         self.of_policy = columns
 
-    def columns(self, names, selected):  # old_log_probs, entropy: (B, T) each, of the policy that wrote the responses
+    def columns(
+        self, names, selected
+    ):  # old_log_probs, entropy: (B, T) each, of the policy that wrote the responses
         return {name: self.of_policy[name] for name in names}
 
     def scores(self, method, rows):  # one RowScores a row
@@ -24,7 +28,12 @@ class MyWorker:
     """On each rank of a model that others hold, too; ``group``: the ranks, where its parameters are sharded."""
 
     def __init__(self, model, tokenizer, group=None):
-        self.known = {"model": model, "tokenizer": tokenizer, "device": model.device, "group": group}
+        self.known = {
+            "model": model,
+            "tokenizer": tokenizer,
+            "device": model.device,
+            "group": group,
+        }
 
     def token_columns(self, names, rows, step):
         return read_columns(names, rows, HuggingFaceModel(**self.known, step=step))
@@ -51,7 +60,9 @@ class MyRemoteHost:
         count = len(self.workers)
         results = [None] * len(rows)
         for rank, worker in enumerate(self.workers):  # in a run: start all of them, then wait
-            results[rank::count] = getattr(worker, name)(what, rows[rank::count], self.rollouts.step)
+            results[rank::count] = getattr(worker, name)(
+                what, rows[rank::count], self.rollouts.step
+            )
         return results
 
 
@@ -61,5 +72,9 @@ def token_advantages(
     return weigh(rollouts, build(name, options), host).advantages
 
 
-def rollouts_of(tokenizer, input_ids, attention_mask, response_mask, advantages):  # padded: (B, L) each, and (B,)
-    return Rollouts.from_padded(input_ids, attention_mask, response_mask, advantages=advantages, tokenizer=tokenizer)
+def rollouts_of(
+    tokenizer, input_ids, attention_mask, response_mask, advantages
+):  # padded: (B, L) each, and (B,)
+    return Rollouts.from_padded(
+        input_ids, attention_mask, response_mask, advantages=advantages, tokenizer=tokenizer
+    )

@@ -14,7 +14,10 @@ def with_prompt(row):
 
 def reward(completions, solution, **_):
     pairs = zip(completions, solution, strict=True)
-    return [compute_score("", completion[-1]["content"], answer)["score"] for completion, answer in pairs]
+    return [
+        compute_score("", completion[-1]["content"], answer)["score"]
+        for completion, answer in pairs
+    ]
 
 
 trainer = TokenWeightGRPOTrainer(  # GRPOTrainer and the two last arguments
@@ -27,7 +30,9 @@ trainer = TokenWeightGRPOTrainer(  # GRPOTrainer and the two last arguments
         max_completion_length=1024,
         chat_template_kwargs={"enable_thinking": False},
     ),
-    train_dataset=load_dataset("openai/gsm8k", "main", split="train").map(with_prompt, remove_columns=["answer"]),
+    train_dataset=load_dataset("openai/gsm8k", "main", split="train").map(
+        with_prompt, remove_columns=["answer"]
+    ),
     token_weights="grail",
     token_dump="out/tokens",
 )

@@ -5,7 +5,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     score = 0.0
     turn_rewards = []
     for answer in extra_info["answers"]:
-        new_score = float(answer.rpartition("####")[2].strip() == ground_truth) if "####" in answer else score
+        new_score = (
+            float(answer.rpartition("####")[2].strip() == ground_truth)
+            if "####" in answer
+            else score
+        )
         turn_rewards.append(new_score - score)
         score = new_score
     return {"score": score, "turn_rewards": turn_rewards}

@@ -23,13 +23,27 @@ import torch
 
 from grail_advantage.analyze.lines import Response, read_responses
 from grail_advantage.analyze.methods import methods_for
-from grail_advantage.analyze.models import ANOTHER, check_fits, check_options, digest, files_digest, model_of
+from grail_advantage.analyze.models import (
+    ANOTHER,
+    check_fits,
+    check_options,
+    digest,
+    files_digest,
+    model_of,
+)
 from grail_advantage.analyze.tokens import labels_of, tokenize, with_messages
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, found_elsewhere, is_low
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import MOST_UNKNOWN, PlainHost
-from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Example, Rollouts, outcome_of
+from grail_advantage.data import (
+    OF_POLICY,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    Example,
+    Rollouts,
+    outcome_of,
+)
 from grail_advantage.dump import (
     RECEIVED_SCHEMA,
     header_of,
@@ -50,7 +64,9 @@ if TYPE_CHECKING:
 
 PER_FILE = 32
 RECORD = "analysis.json"  # which analysis a folder is of, and the methods that failed
-ROUNDED = 2**-22  # relative distance of rewards that are equal in float32 but for the rounding of a sum
+ROUNDED = (
+    2**-22
+)  # relative distance of rewards that are equal in float32 but for the rounding of a sum
 
 
 def run(options: argparse.Namespace) -> None:
@@ -73,7 +89,9 @@ def run(options: argparse.Namespace) -> None:
         responses = [with_messages(row, tokenizer) for row in responses]
         decoded = sum(row.decoded for row in responses)
         if decoded:
-            lost = f"{decoded} prompts are read without their control tokens, which verl did not write"
+            lost = (
+                f"{decoded} prompts are read without their control tokens, which verl did not write"
+            )
             complain("analyze", f"{lost}: the chat template of --model does not make these texts")
         load_later = {}
         for option in ("after", "reference"):
@@ -94,7 +112,10 @@ def run(options: argparse.Namespace) -> None:
             answer=answer,
             later=load_later.get("after"),
             reference=load_later.get("reference"),
-            provenance={"dtype": options.dtype, "files": {name: files_digest(name) for name in sources if name}},
+            provenance={
+                "dtype": options.dtype,
+                "files": {name: files_digest(name) for name in sources if name},
+            },
         )
         say(*lines)
     except (ValueError, OSError) as error:
@@ -166,17 +187,25 @@ def analyze(
     if answered < len(rollouts) and not is_odd:
         is_odd = found_elsewhere(answer, rollouts.responses, tokenizer)
     if is_odd and any(method.reads_answer for method in chosen.values()):
-        share = f"{answered} of {len(rollouts)} responses have an answer in the format {answer.name}."
+        share = (
+            f"{answered} of {len(rollouts)} responses have an answer in the format {answer.name}."
+        )
         complain("analyze", f"{share} {advice(answer, rollouts.responses, tokenizer, '--answer')}")
     written = set(read_dump(folder).steps)
-    parts = [(number, part) for number, part in enumerate(parts_of(responses)) if number not in written]
+    parts = [
+        (number, part) for number, part in enumerate(parts_of(responses)) if number not in written
+    ]
     # No model is loaded for an analysis that is complete.
     if parts:
         loaded = load()
         # Before the first file, so that responses of another model leave no folder behind.
         check_fits(loaded, rollouts)
         write_whole(folder / RECORD, json.dumps(record))
-        settings: dict[str, Any] = {"temperature": temperature, "tokens": tokens, "device": loaded.device}
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "tokens": tokens,
+            "device": loaded.device,
+        }
         later_model = later[1]() if later else None
         reference_model = reference[1]() if reference else None
     for number, part in parts:
@@ -201,19 +230,30 @@ def analyze(
             np.random.seed(number)
             torch.manual_seed(number)
             # Copies, so that a method that writes into its tensors changes nothing for the next.
-            copies = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})  # without the labels
+            copies = replace(
+                r.part(range(len(r))), tokenizer=tokenizer, facts={}
+            )  # without the labels
             try:
                 # The dump shows the labels, which the method did not see.
-                weighed[name] = replace(weigh(copies, method, PlainHost(loaded, copies, **settings)), rollouts=r)
-            except (Exception, SystemExit) as error:  # the results of the other methods are not lost
+                weighed[name] = replace(
+                    weigh(copies, method, PlainHost(loaded, copies, **settings)), rollouts=r
+                )
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # the results of the other methods are not lost
                 record["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
                 write_whole(folder / RECORD, json.dumps(record))
                 complain("analyze", f"{name} failed, {record['failed'][name]}")
         if not weighed:
             raise ValueError("every method failed")
         first = next(iter(weighed.values()))
-        header = header_of(first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r))
-        path = write_step(folder, replace(header, answer=answer.name), table_of(first, texts, weighed))
+        header = header_of(
+            first, texts, step=number, model=model, temperature=temperature, rows_in_step=len(r)
+        )
+        path = write_step(
+            folder, replace(header, answer=answer.name), table_of(first, texts, weighed)
+        )
         complain("analyze", f"written: {path}")
     return _summary(folder, chosen, len(rollouts), record["failed"])
 
@@ -233,7 +273,9 @@ def _record_for(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _summary(folder: Path, chosen: Mapping[str, BaseMethod], count: int, failed: Mapping[str, str]) -> list[str]:
+def _summary(
+    folder: Path, chosen: Mapping[str, BaseMethod], count: int, failed: Mapping[str, str]
+) -> list[str]:
     """Give a line for each method: how many of ``count`` responses have scores, and why the others have none."""
     reasons: dict[str, Counter[str | None]] = {name: Counter() for name in chosen}
     changes = {name: np.zeros(3) for name in chosen}
@@ -292,7 +334,9 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
     ``rewards``: the reward less its group's mean, exactly 0 in a group of equal rewards; without groups 1 for a reward
     above 0, else -1. ``auto`` is that, or ``wrong`` if lines are labelled or have no reward."""
     is_labelled = any(row.labelled for row in responses)
-    if how in ("wrong", "right") or (how == "auto" and (is_labelled or any(row.reward is None for row in responses))):
+    if how in ("wrong", "right") or (
+        how == "auto" and (is_labelled or any(row.reward is None for row in responses))
+    ):
         because = ", as lines are labelled or have no reward" if how == "auto" else ""
         value = 1.0 if how == "right" else -1.0
         return [value] * len(responses), f"{value:+.0f} for every response{because}"
@@ -343,7 +387,9 @@ def _rollouts(
     if sum(unknown) > MOST_UNKNOWN * sum(map(len, ids)):
         first = next(row for row, count in zip(responses, unknown, strict=True) if count)
         vocabulary = f"not in the tokenizer's vocabulary of {len(tokenizer)}"
-        raise ValueError(f"{first.id}: token id {max(first.response)} is {vocabulary}, as many in the file; {ANOTHER}")
+        raise ValueError(
+            f"{first.id}: token id {max(first.response)} is {vocabulary}, as many in the file; {ANOTHER}"
+        )
     lengths_B1 = torch.tensor([[len(ids_T)] for ids_T in ids])
     rewards = [row.reward for row in responses]
     names = [row.id for row in responses]
@@ -351,7 +397,9 @@ def _rollouts(
     for row in responses:  # those of one prompt are shown together
         groups.setdefault(_group_name(row), len(groups))
     field_names = {name for method in chosen.values() for name in method.field_names}
-    labels = [labels_of(row, ids_T, tokenizer, texts) for row, ids_T in zip(responses, ids, strict=True)]
+    labels = [
+        labels_of(row, ids_T, tokenizer, texts) for row, ids_T in zip(responses, ids, strict=True)
+    ]
     for row, label in zip(responses, labels, strict=True):
         if row.columns.get("values"):
             label["values"] = row.columns["values"]
@@ -363,14 +411,18 @@ def _rollouts(
         tokenizer=tokenizer,
         answer=answer,
         groups=torch.tensor([groups[_group_name(row)] for row in responses]),
-        rewards=torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64),
+        rewards=torch.tensor(
+            [torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64
+        ),
         examples=[_example(row) for row in responses],
         fields={name: [row.columns.get(name) for row in responses] for name in field_names},
         keys=names,
         facts={
             "id": names,
             "prompt": prompts,
-            "ground_truth": [None if row.ground_truth is None else str(row.ground_truth) for row in responses],
+            "ground_truth": [
+                None if row.ground_truth is None else str(row.ground_truth) for row in responses
+            ],
             "reward": rewards,
             "outcome": [outcome_of(reward) for reward in rewards],
             "labels": labels,
@@ -387,7 +439,9 @@ def _group_name(row: Response) -> str:
     return f"prompt {row.prompt!r}" if row.group is None else row.group
 
 
-def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:
+def with_rewards(
+    responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase
+) -> list[Response]:
     """Give the responses, those with a ground truth and no reward scored by :mod:`grail_advantage.reward`."""
     scored = []
     for row in responses:
@@ -395,7 +449,9 @@ def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBa
             try:
                 from grail_advantage.reward import compute_score
             except ImportError as error:
-                raise ValueError(f"ground_truth: {error}; install it, or give each line a reward") from error
+                raise ValueError(
+                    f"ground_truth: {error}; install it, or give each line a reward"
+                ) from error
             text = row.response
             if not isinstance(text, str):
                 text = tokenizer.decode(list(text), skip_special_tokens=True)

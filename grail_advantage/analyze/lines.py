@@ -29,13 +29,17 @@ class Response:
     id: str
     prompt: str | Sequence[Mapping[str, Any]]
     response: str | Sequence[int]
-    steps: Ranges | None = None  # half-open ranges of characters; None: the response's lines are its steps
+    steps: Ranges | None = (
+        None  # half-open ranges of characters; None: the response's lines are its steps
+    )
     labelled: bool = False  # says where the first error is; None then says that there is none
     error: int | tuple[int, int] | None = None
     ground_truth: Any = None
     reward: float | None = None
     group: str | None = None  # the same for responses to one prompt
-    template: Mapping[str, Any] = field(default_factory=dict)  # options of the chat template; tools among them
+    template: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # options of the chat template; tools among them
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else
     decoded: bool = False  # the prompt is a text that lost its control tokens
 
@@ -79,7 +83,9 @@ def read_responses(path: Path) -> list[Response]:
     }
     for name, lines in counts.items():
         if 0 < lines < len(rows):
-            raise ValueError(f"{path}: {lines} of {len(rows)} lines have a {name}; give all of them one, or none")
+            raise ValueError(
+                f"{path}: {lines} of {len(rows)} lines have a {name}; give all of them one, or none"
+            )
     return list(rows.values())
 
 
@@ -95,13 +101,19 @@ def of_trainer(record: Mapping[str, Any]) -> Mapping[str, Any]:
     elif {"prompt", "completion", "advantage"} <= record.keys():
         columns = list(record)
         # TRL has a column for each reward function between these two.
-        rewards = [record[name] for name in columns[columns.index("completion") + 1 : columns.index("advantage")]]
+        rewards = [
+            record[name]
+            for name in columns[columns.index("completion") + 1 : columns.index("advantage")]
+        ]
         # A function that does not judge a response leaves null or NaN.
         numbers = [value for value in rewards if isinstance(value, float) and math.isfinite(value)]
         prompt = record["prompt"]
         completion = record["completion"]
         if isinstance(prompt, list):  # parquet gives each message the keys of all
-            prompt = [{key: value for key, value in entry.items() if value is not None} for entry in prompt]
+            prompt = [
+                {key: value for key, value in entry.items() if value is not None}
+                for entry in prompt
+            ]
         if isinstance(completion, list) and len(completion) == 1:
             completion = completion[0]["content"]
         line = {**record, "prompt": prompt, "response": completion, "reward": sum(numbers)}
@@ -122,9 +134,13 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
     decoded = "input" in record and "prompt" not in record
     record = of_trainer(record)
     prompt: Any = record.get("prompt")
-    is_chat = isinstance(prompt, list) and all(isinstance(message, dict) and "role" in message for message in prompt)
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(message, dict) and "role" in message for message in prompt
+    )
     if not prompt or not (is_chat or isinstance(prompt, str)):
-        raise ValueError(f"needs a prompt, a text or messages with role and content; its keys are {list(record)}")
+        raise ValueError(
+            f"needs a prompt, a text or messages with role and content; its keys are {list(record)}"
+        )
     response: Any = record.get("response")
     steps = record.get("steps")
     ranges = None
@@ -137,20 +153,28 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
             raise ValueError("steps must be the response in parts")
         response = text
     # isinstance() would take JSON's true for a number.
-    is_ids = isinstance(response, list) and all(type(token) is int and token >= 0 for token in response)
+    is_ids = isinstance(response, list) and all(
+        type(token) is int and token >= 0 for token in response
+    )
     if not is_ids and not isinstance(response, str):
-        raise ValueError(f"needs a response, a text or token ids, or steps, texts; its keys are {list(record)}")
+        raise ValueError(
+            f"needs a response, a text or token ids, or steps, texts; its keys are {list(record)}"
+        )
     template = record.get("chat_template_kwargs")
     if template is None:
         template = {}
     if not isinstance(template, dict):
-        raise ValueError(f"chat_template_kwargs={str(template)[:40]!r} must be an object, the chat template's options")
+        raise ValueError(
+            f"chat_template_kwargs={str(template)[:40]!r} must be an object, the chat template's options"
+        )
     tools = record.get("tools")
     if not isinstance(tools, list | None):
         raise ValueError(f"tools={str(tools)[:40]!r} must be a list, as the chat template takes it")
     reward = record.get("reward")
     # JSON has whole numbers that are too large for a float.
-    if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
+    if reward is not None and not (
+        isinstance(reward, int | float) and abs(reward) <= sys.float_info.max
+    ):
         raise ValueError(f"reward={str(reward)[:40]!r} must be a finite number")
     error = record.get("error")
     if isinstance(error, list):
@@ -196,4 +220,6 @@ def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
         if 0 <= start < end <= len(text):
             return steps, [error]
     last = len(steps) - 1
-    raise ValueError(f"error={error!r:.40} is no step (0 to {last}) and no range [start, end] of the text")
+    raise ValueError(
+        f"error={error!r:.40} is no step (0 to {last}) and no range [start, end] of the text"
+    )

@@ -29,7 +29,9 @@ def parse_method(spec: str) -> BaseMethod:
             if isinstance(place, dict):
                 place = place.setdefault(part, {})
         if not equals or not isinstance(place, dict) or last in place:
-            raise ValueError(f"--method {spec}: {key!r} must be option=value, and each option given once")
+            raise ValueError(
+                f"--method {spec}: {key!r} must be option=value, and each option given once"
+            )
         place[last] = value
     return build(name, options)
 
@@ -48,7 +50,10 @@ def _first_value(text: str) -> tuple[Any, str]:
 
 
 def methods_for(
-    specs: Sequence[str], responses: Sequence[Response], advantages: str = "auto", reference: bool = False
+    specs: Sequence[str],
+    responses: Sequence[Response],
+    advantages: str = "auto",
+    reference: bool = False,
 ) -> dict[str, BaseMethod]:
     """Give the methods by how they are called; ``all``: the registered ones that fit, but for those with a pass for
     every token. ``reference``: whether there is a reference model. ValueError: a method that is unknown, named twice,
@@ -67,7 +72,9 @@ def methods_for(
         elif takes_all:
             complain("analyze", f"left out: {spec} {lack}")
         else:
-            raise ValueError(f"--method {spec} {lack or 'is given twice; give variants of a method other options'}")
+            raise ValueError(
+                f"--method {spec} {lack or 'is given twice; give variants of a method other options'}"
+            )
     return chosen
 
 
@@ -79,7 +86,9 @@ def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) ->
         if all(name not in row.columns for row in responses):
             return f"reads the field {name}, which no line has; give the lines one"
     if "groups" in method.reads:
-        by_reward = advantages == "rewards" or (advantages == "auto" and not any(row.labelled for row in responses))
+        by_reward = advantages == "rewards" or (
+            advantages == "auto" and not any(row.labelled for row in responses)
+        )
         if not by_reward or any(row.group is None or not is_judged(row) for row in responses):
             return "compares the responses of one prompt; give each a group and a reward, and --advantages rewards"
     if "examples" in method.reads:

@@ -78,14 +78,21 @@ def digest(text: str) -> str:
 def check_options(temperature: float, tokens: int, device: str) -> None:
     """Raise ValueError, naming the option, for a number or a device with which no model runs."""
     if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"--temperature {temperature} must be a number above 0, that of the sampling")
+        raise ValueError(
+            f"--temperature {temperature} must be a number above 0, that of the sampling"
+        )
     if tokens < 1:
         raise ValueError(f"--tokens {tokens} must be at least 1")
     try:
         # torch alone knows which devices it can use here.
         values = torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch's, of a name or of a device that is not there
-        raise ValueError(f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu") from error
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch's, of a name or of a device that is not there
+        raise ValueError(
+            f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu"
+        ) from error
     if values.is_meta:
         raise ValueError(f"--device {device} computes nothing; use cpu")
 
@@ -97,7 +104,9 @@ def check_fits(model: PreTrainedModel, r: Rollouts) -> None:
     for key, prompt, response in zip(r.keys, r.prompts, r.responses, strict=True):
         row = torch.cat([prompt, response])
         if int(row.max()) >= vocabulary:
-            raise ValueError(f"{key}: token id {int(row.max())} is not one of the model's {vocabulary}; {ANOTHER}")
+            raise ValueError(
+                f"{key}: token id {int(row.max())} is not one of the model's {vocabulary}; {ANOTHER}"
+            )
         if len(row) > positions:
             raise ValueError(
                 f"{key}: its {len(row)} tokens are more than the model's {positions} positions "

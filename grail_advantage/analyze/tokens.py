@@ -33,15 +33,23 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
             # A text that begins with the token would get it twice.
             front = _put_in_front(prompt, tokenizer)
     elif not tokenizer.chat_template:
-        raise ValueError(f"{row.id}: the tokenizer has no chat template for its messages; give the text that it read")
+        raise ValueError(
+            f"{row.id}: the tokenizer has no chat template for its messages; give the text that it read"
+        )
     else:
         begun = is_begun(row)
-        how = {"add_generation_prompt": not begun, "continue_final_message": begun, "tokenize": False}
+        how = {
+            "add_generation_prompt": not begun,
+            "continue_final_message": begun,
+            "tokenize": False,
+        }
         front = []
         try:
             prompt = tokenizer.apply_chat_template(list(row.prompt), **row.template, **how)
         except Exception as error:  # the template's own
-            raise ValueError(f"{row.id}: the chat template does not take its prompt ({why(error)})") from error
+            raise ValueError(
+                f"{row.id}: the chat template does not take its prompt ({why(error)})"
+            ) from error
     prompt_P = front + tokenizer.encode(prompt, add_special_tokens=False)
     if not prompt_P:
         raise ValueError(f"{row.id}: its prompt has no token; give a prompt of at least one")
@@ -120,7 +128,9 @@ def _spans_of_tokenizer(
     text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, texts: TokenTexts
 ) -> list[tuple[int, int]]:
     """Say where the tokens of a text are in it, as the tokenizer says."""
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
+        "offset_mapping"
+    ]
     offsets += [(len(text), len(text))] * (len(ids) - len(offsets))  # the end token
     spans = []
     for token, (start, end) in zip(texts(ids), offsets, strict=True):
@@ -132,7 +142,9 @@ def _spans_of_tokenizer(
 
 
 def token_ranges(
-    ranges: Sequence[tuple[int, int]], texts: Sequence[str], spans: Sequence[tuple[int, int]] | None = None
+    ranges: Sequence[tuple[int, int]],
+    texts: Sequence[str],
+    spans: Sequence[tuple[int, int]] | None = None,
 ) -> Ranges:
     """Give half-open ranges of characters as ranges of tokens: a token belongs where its first character is that is no
     blank. Of the tokens ``"= "``, ``" 8"``, ``"."`` in ``"=  8."`` the range (3, 4) has the second. ``spans``: where

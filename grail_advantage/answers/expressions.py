@@ -10,16 +10,22 @@ CONTENT = "content"  # the group of an expression that holds what counts
 SECONDS = 1.0  # an expression that takes longer on one response has no matches in it
 
 
-def compile_expression(expression: str, option: str, *, may_be_empty: bool = False) -> regex.Pattern[str]:
+def compile_expression(
+    expression: str, option: str, *, may_be_empty: bool = False
+) -> regex.Pattern[str]:
     """Compile an option's expression. ValueError, which names the option: it does not compile, or it matches the empty
     text and may not."""
     try:
         compiled = regex.compile(expression)
         matches_nothing = compiled.match("")
     except (regex.error, RecursionError, MemoryError, OverflowError) as error:
-        raise ValueError(f"{option}={expression!r:.200} does not compile: {error or type(error).__name__}") from error
+        raise ValueError(
+            f"{option}={expression!r:.200} does not compile: {error or type(error).__name__}"
+        ) from error
     if matches_nothing and not may_be_empty:
-        raise ValueError(f"{option}={expression!r} matches the empty text, and so everywhere; ask for a character")
+        raise ValueError(
+            f"{option}={expression!r} matches the empty text, and so everywhere; ask for a character"
+        )
     return compiled
 
 

@@ -26,7 +26,9 @@ from grail_advantage.answers.expressions import CONTENT, compile_expression, fin
 Box: TypeAlias = tuple[int, int, int, int]
 """``(start, content_start, content_end, end)``, byte offsets: the answer is ``text[start:end]``."""
 
-_BOX_TOKENS = re.compile(rb"\\\\(?!boxed\{)|\\[{}]|(\\boxed\{|[{}])")  # a row break, a brace as a sign, a group's end
+_BOX_TOKENS = re.compile(
+    rb"\\\\(?!boxed\{)|\\[{}]|(\\boxed\{|[{}])"
+)  # a row break, a brace as a sign, a group's end
 _TAGS = ((b"<answer>", b"</answer>"), (b"<|begin_of_box|>", b"<|end_of_box|>"))
 _MARKERS = frozenset(tag.decode() for tags in _TAGS for tag in tags)
 _HASHES = re.compile(rb"#### (-?[0-9.,]+)")  # verl/utils/reward_score/gsm8k.py, method strict
@@ -40,7 +42,9 @@ class AnswerFormat:
     example: str
     find: Callable[[bytes], Iterator[Box]] = field(compare=False, repr=False)
     """Yields every complete answer of a text in order: UTF-8 or any other superset of ASCII, valid or not."""
-    matters: Callable[[bytes], bool] = field(compare=False, repr=False, default=lambda covered: True)
+    matters: Callable[[bytes], bool] = field(
+        compare=False, repr=False, default=lambda covered: True
+    )
     """Whether a token with these bytes can be a part of an answer's beginning or end, or stand between such parts. The
     search sees a space for the others."""
     markers: frozenset[str] = frozenset()
@@ -66,7 +70,9 @@ def answer_format(choice: str | AnswerFormat) -> AnswerFormat:
             raise ValueError(f"answer={choice!r} has no group (?P<{CONTENT}>...)")
     except ValueError as error:
         remedy = f"use {', '.join(FORMATS)}, or a regular expression with a group for the answer's content, such as "
-        raise ValueError(rf"{error}, and is no format; {remedy}'Answer: (?P<{CONTENT}>.+)'") from error
+        raise ValueError(
+            rf"{error}, and is no format; {remedy}'Answer: (?P<{CONTENT}>.+)'"
+        ) from error
     return AnswerFormat(choice, choice, partial(_matches, expression))
 
 
@@ -110,7 +116,10 @@ def _tagged(text: bytes) -> Iterator[Box]:
 
 
 def _hashed(text: bytes) -> Iterator[Box]:
-    return ((match.start(), match.start(1), match.end(), match.end()) for match in _HASHES.finditer(text))
+    return (
+        (match.start(), match.start(1), match.end(), match.end())
+        for match in _HASHES.finditer(text)
+    )
 
 
 def _matches(expression: regex.Pattern[str], text: bytes) -> Iterator[Box]:
@@ -120,7 +129,10 @@ def _matches(expression: regex.Pattern[str], text: bytes) -> Iterator[Box]:
     matches = find_matches(expression, characters)
     if not matches:
         return
-    byte_of = [0, *accumulate(len(character.encode("utf-8", "surrogateescape")) for character in characters)]
+    byte_of = [
+        0,
+        *accumulate(len(character.encode("utf-8", "surrogateescape")) for character in characters),
+    ]
     for match in matches:
         start, end = match.span(CONTENT)
         # A group inside a look-around lies outside the match.

@@ -41,7 +41,9 @@ def is_low(answered: int, rows: int) -> bool:
     return rows > 0 and answered < LOW * rows
 
 
-def found_elsewhere(answer: AnswerFormat, responses: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase) -> bool:
+def found_elsewhere(
+    answer: AnswerFormat, responses: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase
+) -> bool:
     """Whether another format finds an answer in a fifth of the responses."""
     for form in FORMATS.values():
         spans = [] if form == answer else find_answer_spans(responses, tokenizer, answer=form)
@@ -51,16 +53,26 @@ def found_elsewhere(answer: AnswerFormat, responses: Sequence[TokenIds], tokeniz
 
 
 def advice(
-    answer: AnswerFormat, responses: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase, option: str = "answer"
+    answer: AnswerFormat,
+    responses: Sequence[TokenIds],
+    tokenizer: PreTrainedTokenizerBase,
+    option: str = "answer",
 ) -> str:
     """The end of a response without an answer, and the formats in which answers would be found, as a sentence.
 
     ``answer`` is the format that found few in the responses' token ids, of which -1 are left out; ``option`` sets it.
     """
-    spans_of = {form: find_answer_spans(responses, tokenizer, answer=form) for form in (answer, *FORMATS.values())}
-    unanswered = [row for row, span in zip(responses, spans_of[answer], strict=True) if span is None]
+    spans_of = {
+        form: find_answer_spans(responses, tokenizer, answer=form)
+        for form in (answer, *FORMATS.values())
+    }
+    unanswered = [
+        row for row, span in zip(responses, spans_of[answer], strict=True) if span is None
+    ]
     missed = unanswered[0] if unanswered else responses[0]
-    end = tokenizer.decode([int(token) for token in missed if token >= 0], skip_special_tokens=True)[-SHOWN:]
+    end = tokenizer.decode(
+        [int(token) for token in missed if token >= 0], skip_special_tokens=True
+    )[-SHOWN:]
     remedies = [
         f"{option}={form.name} ({form.example}) would find one in {count} of {len(responses)}"
         for form, spans in spans_of.items()
@@ -104,7 +116,11 @@ class AnswerCheck:
         texts = list(map(str, rows))
         counts = {name: sum(mark in text for text in texts) for name, mark in MARKS.items()}
         # An expression has no mark by which data would show it: 1, as if it did.
-        if self._choice == "ignore" or not self._method.reads_answer or counts.get(self._answer.name, 1):
+        if (
+            self._choice == "ignore"
+            or not self._method.reads_answer
+            or counts.get(self._answer.name, 1)
+        ):
             return
         for name, count in counts.items():
             if count:
@@ -138,7 +154,9 @@ class AnswerCheck:
         )
         # A process that has no response here warns or stops with the others all the same.
         if len(r):
-            message += f". {advice(self._answer, list(r.tokens), r.tokenizer, f'{self._prefix}answer')}"
+            message += (
+                f". {advice(self._answer, list(r.tokens), r.tokenizer, f'{self._prefix}answer')}"
+            )
         if stops:
             raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
         logger.warning("%s", message)

@@ -27,7 +27,9 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 # GPT-2's table: a byte that prints in Latin-1 is its own character; the others take those from U+0100 on, in order.
 _PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = sorted(set(range(0x100)).difference(_PRINTING))
-_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTING} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTING} | {
+    chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)
+}
 
 TokenIds: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
 
@@ -107,7 +109,9 @@ def find_generated_spans(
     ]
 
 
-def _find_in_row(row: TokenIds, table: _TokenTable, answer: AnswerFormat, which: str) -> AnswerSpan | None:
+def _find_in_row(
+    row: TokenIds, table: _TokenTable, answer: AnswerFormat, which: str
+) -> AnswerSpan | None:
     ids = row.detach().cpu().numpy() if isinstance(row, torch.Tensor) else np.asarray(row)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
@@ -125,7 +129,9 @@ def _find_in_row(row: TokenIds, table: _TokenTable, answer: AnswerFormat, which:
     offsets = start, min(content_start, end - 1), content_end - 1, end - 1
     # side="right" steps over the tokens without bytes, to the one that covers the byte.
     ends_T = np.cumsum(lengths_V[ids])
-    first, content_first, content_last, last = (int(np.searchsorted(ends_T, offset, "right")) for offset in offsets)
+    first, content_first, content_last, last = (
+        int(np.searchsorted(ends_T, offset, "right")) for offset in offsets
+    )
     content_start_token = content_first if content_start < end else last + 1
     content_end_token = content_last + 1 if content_start < content_end else content_start_token
     return AnswerSpan(first, content_start_token, content_end_token, last + 1)
@@ -162,7 +168,9 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _T
     return tables[answer]
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] = ()) -> dict[int, bytes]:
+def token_bytes(
+    tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] = ()
+) -> dict[int, bytes]:
     """Token id to the bytes that the token puts into the text; none for special tokens, which decoding leaves out, but
     for those named in ``with_text``.
 
@@ -171,7 +179,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] =
     """
     steps = _decoding_steps(_backend(tokenizer))
     added = tokenizer.added_tokens_decoder
-    silent = {token for token, entry in added.items() if entry.special and entry.content not in with_text}
+    silent = {
+        token for token, entry in added.items() if entry.special and entry.content not in with_text
+    }
     return {
         token: b"" if token in silent else _literal_bytes(text, steps, is_added=token in added)
         for text, token in tokenizer.get_vocab().items()
@@ -194,7 +204,9 @@ def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
 
     def flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
         members = settings.get("decoders", settings.get("pretokenizers"))
-        return [settings] if members is None else [step for member in members for step in flat(member)]
+        return (
+            [settings] if members is None else [step for member in members for step in flat(member)]
+        )
 
     part = backend.decoder
     if part is None:

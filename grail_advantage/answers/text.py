@@ -19,11 +19,15 @@ class TokenTexts:
     """Texts of the tokens of a tokenizer, as for :func:`grail_advantage.find_answer_span`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.decode = tokenizer.decode  # the text of tokens as the tokenizer gives it, special ones included
+        self.decode = (
+            tokenizer.decode
+        )  # the text of tokens as the tokenizer gives it, special ones included
         self._bytes = token_bytes(tokenizer)
         added = tokenizer.added_tokens_decoder
         # Names of the tokens that have no text, by id.
-        self.special_tokens = {token: entry.content for token, entry in added.items() if entry.special}
+        self.special_tokens = {
+            token: entry.content for token, entry in added.items() if entry.special
+        }
 
     def __call__(self, token_ids: Sequence[int] | np.ndarray) -> list[str]:
         """Texts of these tokens; ``""`` for special tokens and unknown ids. Bytes that are no UTF-8 become U+FFFD."""
@@ -46,7 +50,9 @@ class TokenTexts:
             return None
         # Places of the characters that are no blank, and of the end, in the tokens' text and in the given one.
         from_K, to_K = (
-            np.array([place for place, character in enumerate(f"{either}.") if not character.isspace()])
+            np.array(
+                [place for place, character in enumerate(f"{either}.") if not character.isspace()]
+            )
             for either in (joined, text)
         )
         place_J = np.arange(len(joined) + 1)
@@ -59,7 +65,9 @@ class TokenTexts:
         given_T = np.cumsum([len(self._bytes.get(token, b"")) for token in token_ids])
         whole_T = np.cumsum([len(token.encode()) for token in tokens])
         cut_T = given_T > whole_T  # within a character, which is in the text of a later token
-        return list(zip(to_J[starts_T].tolist(), (to_J[starts_T + lengths_T] + cut_T).tolist(), strict=True))
+        return list(
+            zip(to_J[starts_T].tolist(), (to_J[starts_T + lengths_T] + cut_T).tolist(), strict=True)
+        )
 
 
 def starts_of(texts: Sequence[str]) -> np.ndarray:
@@ -78,7 +86,9 @@ def decode_pieces(pieces: Sequence[bytes]) -> list[str]:
     return [decode(piece, final=i == last) for i, piece in enumerate(pieces)]
 
 
-def answer_text(tokens: Sequence[str], span: AnswerSpan | None, answer: AnswerFormat = BOXED) -> str | None:
+def answer_text(
+    tokens: Sequence[str], span: AnswerSpan | None, answer: AnswerFormat = BOXED
+) -> str | None:
     """The text of an answer's content, such as that between the braces of a box."""
     if span is None:
         return None

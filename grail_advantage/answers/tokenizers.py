@@ -42,21 +42,31 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
         ValueError: there is no tokenizer, or text does not survive it; the message has the fix.
     """
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    if not tokenizer.encode(PROBE, add_special_tokens=False):  # as transformers makes one of a configuration alone
-        raise ValueError(f"{path} has no tokenizer (tokenizer.json); put the files of the model's own into its folder")
+    if not tokenizer.encode(
+        PROBE, add_special_tokens=False
+    ):  # as transformers makes one of a configuration alone
+        raise ValueError(
+            f"{path} has no tokenizer (tokenizer.json); put the files of the model's own into its folder"
+        )
     # mistral_common's, which vLLM brings, is taken where a folder has tekken.json; its tokens have no bytes.
     of_mistral_common = type(tokenizer).__name__ == "MistralCommonBackend"
     if (of_mistral_common or lost_text(tokenizer) is not None) and "gguf_file" not in options:
         with suppress(OSError, ValueError):  # no tokenizer.json, so nothing to go back to
             faithful = PreTrainedTokenizerFast.from_pretrained(path, **options)
             if lost_text(faithful) is None:
-                logger.warning("%s: tokenizer.json is taken unchanged, in place of %s", path, type(tokenizer).__name__)
+                logger.warning(
+                    "%s: tokenizer.json is taken unchanged, in place of %s",
+                    path,
+                    type(tokenizer).__name__,
+                )
                 tokenizer = faithful
     check_round_trip(tokenizer, str(path))
     return tokenizer
 
 
-def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:
+def check_round_trip(
+    tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY
+) -> None:
     """ValueError, with the tokenizer's ``name`` (folder, or an option and its value) and the ``remedy``, where text
     with spaces, newlines, digits and LaTeX does not survive it."""
     if (lost := lost_text(tokenizer)) is not None:
@@ -74,10 +84,14 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     def knows(character: str) -> bool:
         ids = tokenizer.encode(character, add_special_tokens=False)
         has_token = bool(ids) and tokenizer.unk_token_id not in ids
-        return has_token or any(spelling in vocabulary for spelling in _SPELLINGS.get(character, ()))
+        return has_token or any(
+            spelling in vocabulary for spelling in _SPELLINGS.get(character, ())
+        )
 
     text = "".join(filter(knows, PROBE))
-    returned = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
+    returned = tokenizer.decode(
+        tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True
+    )
     if returned.removeprefix(" ") == text:
         return None
     return text, returned

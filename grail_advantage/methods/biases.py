@@ -16,7 +16,9 @@ class Cause(NamedTuple):
     """What a host calls a cause of a bias."""
 
     options: tuple[str, ...]  # for pages
-    find: Callable[[Any], str]  # the option that is the cause in settings; an empty text where none is
+    find: Callable[
+        [Any], str
+    ]  # the option that is the cause in settings; an empty text where none is
 
 
 def biases_of_turns(

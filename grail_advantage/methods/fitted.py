@@ -61,7 +61,9 @@ def read_fit(path: str) -> Fit:
         if fit.features != FEATURES:
             raise ValueError(f"it has the features {fit.features}")
     except (OSError, ValueError) as error:
-        raise ValueError(f"fitted.file={path!r}: {error}; write one with python -m bench fit FOLDER OUT") from error
+        raise ValueError(
+            f"fitted.file={path!r}: {error}; write one with python -m bench fit FOLDER OUT"
+        ) from error
     return fit
 
 
@@ -77,7 +79,9 @@ def starts_of_steps(
     return [start for start in starts if start < answer_start] + [answer_start]
 
 
-def features(surprisal_T: np.ndarray, entropy_T: np.ndarray, starts: list[int], is_answered: bool) -> np.ndarray:
+def features(
+    surprisal_T: np.ndarray, entropy_T: np.ndarray, starts: list[int], is_answered: bool
+) -> np.ndarray:
     """:data:`FEATURES` of each step, float64 (J, 11). ``is_answered``: the last step is the answer."""
     steps = len(starts)
     largest = np.maximum.reduceat(surprisal_T, starts)
@@ -110,7 +114,9 @@ class Fitted(AdvantageMethod):
     formula = "A_t = c |A| b f(step), b of A's sign fitted to values by rollouts, f of the step's surprisal, entropy and place"
     source = "this project"
     reads = frozenset({OLD_LOG_PROBS, ENTROPY, "tokens", "tokenizer"})
-    metrics: ClassVar[dict[str, str]] = {"outside_fit_rate": "share of steps with a feature outside the fit's range"}
+    metrics: ClassVar[dict[str, str]] = {
+        "outside_fit_rate": "share of steps with a feature outside the fit's range"
+    }
     span: ClassVar[Span] = "first"  # type: ignore[misc]
 
     file: str = option("", "what python -m bench fit wrote; its whole path where Ray runs")
@@ -135,7 +141,11 @@ class Fitted(AdvantageMethod):
         scores = torch.zeros_like(r.mask, dtype=torch.float64)
         for index, starts, features_JF in self._steps(r, fit.separator):
             advantage = float(r.advantages[index])
-            credit_J = abs(advantage) * features_JF @ np.array(fit.correct if advantage > 0 else fit.incorrect)
+            credit_J = (
+                abs(advantage)
+                * features_JF
+                @ np.array(fit.correct if advantage > 0 else fit.incorrect)
+            )
             # Steps that begin at 0, 4, 9 of 12 tokens have 4, 5, 3.
             lengths_J = np.diff([*starts, len(r.responses[index])])
             scores[index, : sum(lengths_J)] = torch.from_numpy(credit_J.repeat(lengths_J))
@@ -152,7 +162,9 @@ class Fitted(AdvantageMethod):
         if not steps:
             return {}
         features_NF = np.concatenate(steps)
-        outside_NF = (features_NF < np.array(fit.lowest) - 1e-6) | (features_NF > np.array(fit.highest) + 1e-6)
+        outside_NF = (features_NF < np.array(fit.lowest) - 1e-6) | (
+            features_NF > np.array(fit.highest) + 1e-6
+        )
         return {"outside_fit_rate": float(outside_NF.any(axis=1).mean())}
 
     def _steps(self, r: Rollouts, separator: str) -> Iterator[tuple[int, list[int], np.ndarray]]:
@@ -166,5 +178,13 @@ class Fitted(AdvantageMethod):
             length = len(r.responses[index])
             is_answered = bool(r.answered[index])
             answer_start = int(r.bounds[index, 0]) if is_answered else None
-            starts = starts_of_steps(texts, r.tokens[index, :length].numpy(), expression, answer_start)
-            yield index, starts, features(surprisal_BT[index, :length], entropy_BT[index, :length], starts, is_answered)
+            starts = starts_of_steps(
+                texts, r.tokens[index, :length].numpy(), expression, answer_start
+            )
+            yield (
+                index,
+                starts,
+                features(
+                    surprisal_BT[index, :length], entropy_BT[index, :length], starts, is_answered
+                ),
+            )

@@ -44,7 +44,9 @@ class Oar(Mapped):
     )
     needs_answer = True
 
-    method: Literal["gradient", "perturbation"] = option("gradient", "gradient: OAR-G; perturbation: OAR-P")
+    method: Literal["gradient", "perturbation"] = option(
+        "gradient", "gradient: OAR-G; perturbation: OAR-P"
+    )
     variant: Literal["official", "grail_port"] = option(
         "official",
         "official scores the reasoning. grail_port, as GRAIL's authors ran it: OAR-G scores the whole response, at the "
@@ -55,21 +57,29 @@ class Oar(Mapped):
         "the answer's mean logits, the logits of the response's last position, or the answer's mean log-likelihood",
     )
     noise_std: float = option(1e-3, "OAR-G: standard deviation of the noise", gt=0)
-    noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0)
+    noise_seed: int = option(
+        0, "OAR-G: seed of the noise, with the step and the response's tokens", ge=0
+    )
     max_perturbations: int | None = option(
         None,
         "OAR-P: most tokens replaced in a response, evenly spaced, the scores between interpolated; null: all",
         ge=1,
     )
     reshaper: str = option("bilevel", "map from scores to weights")
-    quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
-    boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
+    quantile: float = option(
+        0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1
+    )
+    boost: float = option(
+        2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0
+    )
     weight_mean: float = option(1.0, "reshaper=log_zscore: weight at the mean log score", ge=0)
     weight_std: float = option(0.5, LOG_STD, gt=0)
     weight_min: float = option(0.5, LOG_MIN, ge=0)
     weight_max: float = option(5.0, LOG_MAX, ge=0)
     statistics: Among = option(None, "follows from variant: the tokens that have scores")
-    normalize_mass: bool = option(True, "whether a response's weighed tokens have weights that sum to their number")
+    normalize_mass: bool = option(
+        True, "whether a response's weighed tokens have weights that sum to their number"
+    )
 
     # The method may be given by its place: Oar("perturbation").
     def __init__(self, method: str | None = None, **options: Any) -> None:
@@ -77,17 +87,29 @@ class Oar(Mapped):
 
     @classmethod
     def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        port = options.get("method", "gradient") == "gradient" and options.get("variant") == "grail_port"
+        port = (
+            options.get("method", "gradient") == "gradient"
+            and options.get("variant") == "grail_port"
+        )
         return {"statistics": "response" if port else "reasoning"} | options
 
     def check(self) -> None:
         super().check()
-        of_the_other = ("max_perturbations",) if self.method == "gradient" else ("noise_std", "noise_seed")
+        of_the_other = (
+            ("max_perturbations",) if self.method == "gradient" else ("noise_std", "noise_seed")
+        )
         for name in of_the_other:
             if getattr(self, name) != type(self).model_fields[name].default:
-                logger.warning("%s.%s does nothing with %s, which does not read it", self.section, name, self.name)
+                logger.warning(
+                    "%s.%s does nothing with %s, which does not read it",
+                    self.section,
+                    name,
+                    self.name,
+                )
         if (self.statistics == "response") != self._port:
-            raise ValueError(f"{self.section}.statistics={self.statistics!r} follows from variant; leave it out")
+            raise ValueError(
+                f"{self.section}.statistics={self.statistics!r} follows from variant; leave it out"
+            )
 
     @property
     def _port(self) -> bool:
@@ -99,7 +121,11 @@ class Oar(Mapped):
 
     @property
     def formula(self) -> str:  # type: ignore[override]
-        score = "|sum (dKL/de) e|, noisy embeddings" if self.method == "gradient" else "KL, token replaced by padding"
+        score = (
+            "|sum (dKL/de) e|, noisy embeddings"
+            if self.method == "gradient"
+            else "KL, token replaced by padding"
+        )
         return f"bi-level map of log(1 + {score})"
 
     @property
@@ -131,10 +157,14 @@ class Oar(Mapped):
         limit = self.max_perturbations
         if limit is None or limit >= length:
             return torch.arange(length, device="cpu")
-        return torch.linspace(0, length - 1, limit, dtype=torch.float64, device="cpu").round().long()
+        return (
+            torch.linspace(0, length - 1, limit, dtype=torch.float64, device="cpu").round().long()
+        )
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        return replace(row, tokens=row.tokens[: self.probe_of(row)[1] + 1])  # answer_joint asks for the token after it
+        return replace(
+            row, tokens=row.tokens[: self.probe_of(row)[1] + 1]
+        )  # answer_joint asks for the token after it
 
     def row_cost(self, row: Row) -> int:
         length = row.start + (row.length if self.probe == "last" else row.answer.end)
@@ -142,9 +172,14 @@ class Oar(Mapped):
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
         if self.method == "gradient":
-            return model.micro_batches(rows, lambda micro: self._gradient(micro, model.step), gradients=True)
+            return model.micro_batches(
+                rows, lambda micro: self._gradient(micro, model.step), gradients=True
+            )
         total = sum(len(self.replaced(row)) for row in rows)
-        with model.sequences() as forward, tqdm(total=total, desc="OAR-P", disable=None, delay=5) as bar:
+        with (
+            model.sequences() as forward,
+            tqdm(total=total, desc="OAR-P", disable=None, delay=5) as bar,
+        ):
             return [RowScores(self._perturbation(row, model, forward, bar)) for row in rows]
 
     def _gradient(self, micro: MicroBatch, step: int) -> list[RowScores]:
@@ -164,16 +199,24 @@ class Oar(Mapped):
                 # The reasoning tokens' own positions, or the predictor positions of all response tokens.
                 first = row.start - 1 if self._port else row.start
                 length = row.length if self._port else row.answer.start
-                count = max(0, min(length, stop - first))  # a row may be cut where nothing matters any more
+                count = max(
+                    0, min(length, stop - first)
+                )  # a row may be cut where nothing matters any more
                 identity = row.tokens[: row.start + row.answer.end].tolist()
-                generator = torch.Generator(noisy.device).manual_seed(noise_seed(self.noise_seed, step, identity))
+                generator = torch.Generator(noisy.device).manual_seed(
+                    noise_seed(self.noise_seed, step, identity)
+                )
                 size = (length, noisy.shape[-1])
                 # For the whole length, so that a row that is cut has the same noise on what is left of it.
-                noise = torch.randn(size, generator=generator, device=noisy.device, dtype=torch.float32)
+                noise = torch.randn(
+                    size, generator=generator, device=noisy.device, dtype=torch.float32
+                )
                 # Only the host knows where the row is: several may be packed into one.
                 place, start = micro.at(index, first)
                 piece = noisy[place, start : start + count]
-                piece.copy_(piece + self.noise_std * noise[:count])  # in float32 where the model is narrower
+                piece.copy_(
+                    piece + self.noise_std * noise[:count]
+                )  # in float32 where the model is narrower
             return noisy
 
         with torch.no_grad():
@@ -196,7 +239,9 @@ class Oar(Mapped):
         results = []
         for row, scores_S, norm in zip(micro.rows, scores, norms, strict=True):
             length = row.length if self._port else row.answer.start
-            aligned = align_scores(scores_S[row.start - 1 :], length, "predictor" if self._port else "token")
+            aligned = align_scores(
+                scores_S[row.start - 1 :], length, "predictor" if self._port else "token"
+            )
             results.append(RowScores(aligned, norm[row.start - 1 :]))
         return results
 
@@ -211,7 +256,9 @@ class Oar(Mapped):
         start, length = self.probe_of(row)
         replaced = self.replaced(row)
         assert model.pad_token is not None  # check_tokenizer() has seen to it
-        tokens = row.tokens.roll(-1)[start:length]  # after the row's last one, which only "last" reads, is none
+        tokens = row.tokens.roll(-1)[
+            start:length
+        ]  # after the row's last one, which only "last" reads, is none
         positions = torch.arange(start, length, device=row.tokens.device)
         logits, cache = forward(row.tokens[None, :length], positions, None)
         clean = read_probe(logits[0], tokens, [len(positions)], self.probe)
@@ -229,7 +276,9 @@ class Oar(Mapped):
             changed = row.tokens[shared:length].repeat(count, 1)
             changed[torch.arange(count, device="cpu"), row.start + chunk - shared] = model.pad_token
             logits, _ = forward(changed, positions - shared, prefix)
-            changed_probe = read_probe(logits.flatten(0, 1), tokens.repeat(count), [len(positions)] * count, self.probe)
+            changed_probe = read_probe(
+                logits.flatten(0, 1), tokens.repeat(count), [len(positions)] * count, self.probe
+            )
             scores.append(divergence(clean, changed_probe, self.probe).float())
             bar.update(count)
         return interpolate(torch.cat(scores), replaced, row.answer.start)
@@ -240,7 +289,9 @@ def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
     little-endian, with the tokens up to the end of the answer. So it is the same on any rank, in any micro-batch, in
     any order and with any padding."""
     content = ",".join(map(str, tokens))
-    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{content}".encode()).digest()[:8], "little")
+    return int.from_bytes(
+        hashlib.sha256(f"{seed}/{step}/{content}".encode()).digest()[:8], "little"
+    )
 
 
 def read_probe(logits: Tensor, tokens: Tensor, counts: Sequence[int], probe: str) -> Tensor:
@@ -280,7 +331,10 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
 def _can_be_shared(cache: Cache | None, length: int) -> bool:
     """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, a cache
     of a model's own may hold a state beside its layers, and that of prefix tuning begins with virtual tokens."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer  # not above: it would import its model code
+    from transformers.cache_utils import (
+        DynamicCache,
+        DynamicLayer,
+    )  # not above: it would import its model code
 
     if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
         return False

@@ -51,7 +51,9 @@ class Surprisal(Mapped):
     stay as they are."""
 
     formula = "map of s = -log p; by default 1 on the incorrect response's reasoning token with the highest s, else 0"
-    source = "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
+    source = (
+        "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
+    )
     reads = frozenset({OLD_LOG_PROBS})
     reshaper: str = option("top", "map from scores to weights")
     gate: Gate = option("wrong", "responses that get weights")
@@ -105,9 +107,13 @@ class Probability(Method):
     """``alpha p + 1 - alpha``: large gradients of improbable tokens do not drown those of probable ones."""
 
     formula = "0.2 p + 0.8"
-    source = "arXiv 2505.12929 (zhyang2226/AR-Lopti, `verl/trainer/ppo/ray_trainer.py`, `both_linear`)"
+    source = (
+        "arXiv 2505.12929 (zhyang2226/AR-Lopti, `verl/trainer/ppo/ray_trainer.py`, `both_linear`)"
+    )
     reads = frozenset({OLD_LOG_PROBS})
-    alpha: float = option(0.2, "how much less an impossible token weighs than a certain one", gt=0, le=1)
+    alpha: float = option(
+        0.2, "how much less an impossible token weighs than a certain one", gt=0, le=1
+    )
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         return torch.exp(-surprisal(r))
@@ -166,9 +172,15 @@ class Stare(Method):
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
     whole_batch = True
     gate: ClassVar[Gate] = "all"  # type: ignore[misc]
-    variant: Literal["O1", "C2"] = option("O1", "O1 raises tokens with A > 0; C2 also lowers those with A < 0")
-    threshold: float = option(0.3, "mean entropy in nats, as the loss takes it, from which on every weight is 1", gt=0)
-    share: float = option(0.1, "share of the tokens of either sign that is chosen, rounded up", gt=0, le=1)
+    variant: Literal["O1", "C2"] = option(
+        "O1", "O1 raises tokens with A > 0; C2 also lowers those with A < 0"
+    )
+    threshold: float = option(
+        0.3, "mean entropy in nats, as the loss takes it, from which on every weight is 1", gt=0
+    )
+    share: float = option(
+        0.1, "share of the tokens of either sign that is chosen, rounded up", gt=0, le=1
+    )
     strength: float = option(0.1, "how far the weights of the chosen tokens are from 1", gt=0, le=1)
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
@@ -184,7 +196,9 @@ class Stare(Method):
             candidates = among & (r.advantages.sign() == sign)[:, None]
             count = count_of_share(self.share, candidates.sum())
             # As one row, since the tokens of the whole batch are compared.
-            chosen = top_tokens(scores.reshape(1, -1), candidates.reshape(1, -1), count).reshape(w.shape)
+            chosen = top_tokens(scores.reshape(1, -1), candidates.reshape(1, -1), count).reshape(
+                w.shape
+            )
             w = torch.where(chosen, 1 + sign * self.strength, w)
         return Weights(w)
 
@@ -231,7 +245,9 @@ class Polarity(Method):
     right: float = option(1.0, "weight where A > 0", ge=0)
     wrong: float = option(1.0, "weight where A < 0", ge=0)
     spread: bool = option(False, "whether weights are divided by the response's number of tokens")
-    spread_over: Literal["both", "right", "wrong"] = option("both", "the responses in which spread=true divides")
+    spread_over: Literal["both", "right", "wrong"] = option(
+        "both", "the responses in which spread=true divides"
+    )
 
     def check(self) -> None:
         if self.right == self.wrong == 0:
@@ -247,6 +263,8 @@ class Polarity(Method):
         ones = torch.ones_like(r.advantages, dtype=torch.float32)
         w = torch.where(right, self.right * ones, self.wrong * ones).double()
         if self.spread:
-            divided = {"both": torch.ones_like(right), "right": right, "wrong": ~right}[self.spread_over]
+            divided = {"both": torch.ones_like(right), "right": right, "wrong": ~right}[
+                self.spread_over
+            ]
             w = torch.where(divided, w / r.mask.sum(dim=1).clamp(min=1), w)
         return Weights(w.float()[:, None].expand(scores.shape))

@@ -53,7 +53,9 @@ class Privileged(BaseMethod):
     def check(self) -> None:
         super().check()
         if self.request.count(PLACE) != 1:
-            raise ValueError(f"{self.section}.request={self.request!r} must hold {PLACE} exactly once")
+            raise ValueError(
+                f"{self.section}.request={self.request!r} must hold {PLACE} exactly once"
+            )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not getattr(tokenizer, "chat_template", True):
@@ -66,7 +68,9 @@ class Privileged(BaseMethod):
         """Responses without privileged text need no pass. ValueError: no response of the batch has the column, so that
         its name must be incorrect."""
         columns = [example.columns for example in r.examples or () if example is not None]
-        if columns and all(look_up(of_row, self.privileged_column) is _MISSING for of_row in columns):
+        if columns and all(
+            look_up(of_row, self.privileged_column) is _MISSING for of_row in columns
+        ):
             names = ", ".join(sorted(columns[0])) or "none"
             raise ValueError(
                 f"{self.section}.privileged_column={self.privileged_column!r} is in no response; there are {names}"
@@ -88,20 +92,26 @@ class Privileged(BaseMethod):
             kind = type(question["content"]).__name__
             raise ValueError(f"{self.section} reads messages whose content is a text, got {kind}")
         # transformers 5 gives a dict where nothing is said.
-        render = partial(tokenizer.apply_chat_template, **{**example.template_options, "return_dict": False})
+        render = partial(
+            tokenizer.apply_chat_template, **{**example.template_options, "return_dict": False}
+        )
         without_header = render(messages, add_generation_prompt=False, tokenize=False)
         complete = render(messages, add_generation_prompt=True, tokenize=False)
         header = ""
         if complete.startswith(without_header):
             header = complete[len(without_header) :].strip()
         # Not only the text: together with the words around it, it may make up what neither of them does.
-        question["content"] += f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
+        question["content"] += (
+            f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
+        )
         prompt = row.tokens.new_tensor(render(messages, add_generation_prompt=True, tokenize=True))
         return replace(row, tokens=torch.cat([prompt, row.tokens[row.start :]]), start=len(prompt))
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
         """The teacher's log-probabilities."""
-        log_probs = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
+        log_probs = model.micro_batches(
+            rows, lambda micro: micro.response_log_probs(), gradients=False
+        )
         return [RowScores(of_row.float()) for of_row in log_probs]
 
     def signal(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
@@ -111,7 +121,9 @@ class Privileged(BaseMethod):
 
     def _privileged_text(self, example: Example | None) -> str:
         """Empty for an example that has none, or no user message to put it in."""
-        if example is None or not any(message.get("role") == "user" for message in example.messages):
+        if example is None or not any(
+            message.get("role") == "user" for message in example.messages
+        ):
             return ""
         return as_text(look_up(example.columns, self.privileged_column))
 
@@ -190,7 +202,9 @@ def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") ->
     template that marks turns with plain words alone can still be made to show a further *user* turn."""
     control = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens, header}
     # Runs of blanks are added tokens in some vocabularies and mean nothing.
-    present = sorted(token for token in control if len(token) > 1 and not token.isspace() and token in text)
+    present = sorted(
+        token for token in control if len(token) > 1 and not token.isspace() and token in text
+    )
     if not present:
         return text
     # Looking ahead finds those that overlap, too.

@@ -80,7 +80,9 @@ class Saliency(Mapped):
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
         pairs = model.micro_batches(
             rows,
-            lambda micro: saliency_step(micro, [self.target_positions(row) for row in micro.rows], self.leaf),
+            lambda micro: saliency_step(
+                micro, [self.target_positions(row) for row in micro.rows], self.leaf
+            ),
             gradients=True,
         )
         results = []
@@ -100,19 +102,35 @@ class Grail(Saliency):
 
     preset: Literal["official", "robust"] = option("official", "as above")
     gate: Gate = option("wrong", "responses that get weights")
-    alignment: Alignment = option(None, "a token's saliency: that of the position before it, or its own")
-    span: Literal["first", "last"] = option(None, "which complete answer of a response counts, by the preset")
-    target: Literal["span", "content"] = option(None, "tokens whose log-likelihood is differentiated")
+    alignment: Alignment = option(
+        None, "a token's saliency: that of the position before it, or its own"
+    )
+    span: Literal["first", "last"] = option(
+        None, "which complete answer of a response counts, by the preset"
+    )
+    target: Literal["span", "content"] = option(
+        None, "tokens whose log-likelihood is differentiated"
+    )
     statistics: Among = option(None, "tokens that are scored and compared, by the preset")
-    weight_mean: float = option(1.0, "weight at the mean log score, of the answer's boundary and of all after it", ge=0)
+    weight_mean: float = option(
+        1.0, "weight at the mean log score, of the answer's boundary and of all after it", ge=0
+    )
     weight_std: float = option(0.5, LOG_STD, gt=0)
     weight_min: float = option(0.5, LOG_MIN, ge=0)
     weight_max: float = option(5.0, LOG_MAX, ge=0)
-    quantile: float = option(0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1)
-    boost: float = option(2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0)
-    content_weight: float = option(None, "weight of the answer's content tokens; weight_max by default", ge=0)
+    quantile: float = option(
+        0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1
+    )
+    boost: float = option(
+        2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0
+    )
+    content_weight: float = option(
+        None, "weight of the answer's content tokens; weight_max by default", ge=0
+    )
     content_outside_gate: bool = option(None, "whether answers outside the gate get content_weight")
-    normalize_mass: bool = option(None, "whether a response's weights sum to their number, by the preset")
+    normalize_mass: bool = option(
+        None, "whether a response's weights sum to their number, by the preset"
+    )
 
     # The preset may be given by its place: Grail("robust").
     def __init__(self, preset: str | None = None, **options: Any) -> None:

@@ -34,10 +34,16 @@ class Session:
     group: Hashable  # the same for sessions of one prompt
     outcome: float
     rewards: np.ndarray  # float64 (K,); by turn, without the outcome
-    before: Sequence[Hashable] = ()  # what was said before each turn, as token ids; of a method that reads "messages"
+    before: Sequence[
+        Hashable
+    ] = ()  # what was said before each turn, as token ids; of a method that reads "messages"
     turns: Sequence[Turn] = ()  # none in turn_advantages()
-    log_probs: Sequence[np.ndarray] = ()  # float32, of each turn's tokens; of a method that reads "old_log_probs"
-    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # those read: one value for each response
+    log_probs: Sequence[
+        np.ndarray
+    ] = ()  # float32, of each turn's tokens; of a method that reads "old_log_probs"
+    fields: Mapping[str, Sequence[Any]] = field(
+        default_factory=dict
+    )  # those read: one value for each response
 
     def returns(self, gamma: float, *, outcome: bool) -> np.ndarray:
         """float64 (K,): each turn's reward and the discounted ones after it; with the outcome, if it counts, in the
@@ -66,8 +72,12 @@ class TurnMethod(AdvantageMethod):
         "calls",
         "rewards of a response. turns: one for each turn; calls: one for each tool call, with exceptions (docs/turns.md)",
     )
-    differences: bool = option(False, "whether the list holds scores of states, whose differences are the rewards")
-    mask_truncated: bool = option(False, "as elsewhere; it biases the gradient where the policy decides when to stop")
+    differences: bool = option(
+        False, "whether the list holds scores of states, whose differences are the rewards"
+    )
+    mask_truncated: bool = option(
+        False, "as elsewhere; it biases the gradient where the policy decides when to stop"
+    )
     outcome: bool = option(True, "whether the response's own reward counts, with its last turn")
 
     @property
@@ -115,7 +125,9 @@ class TurnMethod(AdvantageMethod):
         scores = torch.zeros_like(r.mask, dtype=torch.float64)
         sessions = Sessions(self, f"{self.section}.rewards={self.rewards}: response")
         for indices in r.conversations:
-            turns_of = [[(index, start, stop) for start, stop in runs(written[index])] for index in indices]
+            turns_of = [
+                [(index, start, stop) for start, stop in runs(written[index])] for index in indices
+            ]
             turns = [turn for of_response in turns_of for turn in of_response]
             if not turns:
                 continue
@@ -130,7 +142,9 @@ class TurnMethod(AdvantageMethod):
                 align = self.align
             log_probs_of_turns = []
             if log_probs is not None:
-                log_probs_of_turns = [log_probs[index, start:stop].float().numpy() for index, start, stop in turns]
+                log_probs_of_turns = [
+                    log_probs[index, start:stop].float().numpy() for index, start, stop in turns
+                ]
             compared = sessions.add(
                 key=r.keys[last],
                 group=int(r.groups[last]),
@@ -141,12 +155,16 @@ class TurnMethod(AdvantageMethod):
                 before=_before(r, turns_of) if "messages" in self.reads else (),
                 turns=turns,
                 log_probs=log_probs_of_turns,
-                fields={name: [r.fields[name][index] for index in indices] for name in self.field_names},
+                fields={
+                    name: [r.fields[name][index] for index in indices] for name in self.field_names
+                },
             )
             if not compared:
                 # Not finite, so that the session trains nothing.
                 scores[indices] = torch.nan
-        for session, advantages in zip(sessions.compared, self.by_groups(sessions.compared), strict=True):
+        for session, advantages in zip(
+            sessions.compared, self.by_groups(sessions.compared), strict=True
+        ):
             for (index, start, stop), advantage in zip(session.turns, advantages, strict=True):
                 scores[index, start:stop] = float(advantage)
         return scores, sessions.reasons

@@ -25,7 +25,9 @@ CHUNK_ELEMENTS = {
     "cuda": 1 << 26,
 }  # costs worked on at once, times some eight temporaries; of a CPU's cache
 
-WINDOWS_AT_ONCE = 32  # of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
+WINDOWS_AT_ONCE = (
+    32  # of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
+)
 MANY_PAIRS = 200_000  # two minutes of a processor core
 
 logger = logging.getLogger(__name__)
@@ -50,9 +52,13 @@ class Shear(Method):
 
     window: int = option(100, "tokens of a window", ge=1)
     stride: int = option(25, "tokens between the starts of two windows; at most window", ge=1)
-    epsilon: float = option(0.05, "entropic regularisation, as a share of a pair's mean cost; exact towards 0", gt=0)
+    epsilon: float = option(
+        0.05, "entropic regularisation, as a share of a pair's mean cost; exact towards 0", gt=0
+    )
     iterations: int = option(200, "most iterations for a pair of windows", ge=1)
-    tolerance: float = option(1e-3, "share of the mass that may still be misplaced when a pair is done", gt=0)
+    tolerance: float = option(
+        1e-3, "share of the mass that may still be misplaced when a pair is done", gt=0
+    )
 
     def check(self) -> None:
         if self.stride > self.window:
@@ -71,7 +77,9 @@ class Shear(Method):
         for members in (members for group, members in groups.items() if group >= 0):
             states = [hidden[index] for index in members]
             signs = [rows[index].advantage > 0 for index in members]
-            scores = shear_scores(states, signs, window=self.window, stride=self.stride, **transport)
+            scores = shear_scores(
+                states, signs, window=self.window, stride=self.stride, **transport
+            )
             for index, scores_T in zip(members, scores, strict=True):
                 results[index] = scores_T
         return list(map(RowScores, results))
@@ -113,7 +121,9 @@ def sinkhorn_distance(
     b = in_columns / in_columns.sum(dim=1, keepdim=True).to(cost.dtype)
     cost = torch.where(in_rows[:, :, None] & in_columns[:, None, :], cost, 0.0)
     unit = epsilon * torch.einsum("pnm,pn,pm->p", cost, a, b)
-    k = -cost / torch.where(unit == 0, 1.0, unit)[:, None, None]  # without any cost one plan is as good as another
+    k = (
+        -cost / torch.where(unit == 0, 1.0, unit)[:, None, None]
+    )  # without any cost one plan is as good as another
     log_a = a.log()
     log_b = b.log()
     v = torch.zeros_like(b)
@@ -143,7 +153,12 @@ def sinkhorn_distance(
 
 @torch.no_grad()
 def shear_scores(
-    hidden: Sequence[Tensor], positive: Sequence[bool], *, window: int, stride: int, **transport: Any
+    hidden: Sequence[Tensor],
+    positive: Sequence[bool],
+    *,
+    window: int,
+    stride: int,
+    **transport: Any,
 ) -> list[Tensor]:
     """Scores of one group's responses, (T,) float32 each: each token's distance from the other outcome, in units of the
     mean hidden norm. Ones where no response has the other outcome. A response with a state that is not finite gets NaN,
@@ -163,7 +178,9 @@ def shear_scores(
     is_finite = [bool(h.isfinite().all()) for h in hidden]
     usable = [i for i, h in enumerate(hidden) if is_finite[i] and len(h)]
     bounds = [_windows(h, window, stride) for h in hidden]
-    distances = {i: hidden[i].new_full((len(bounds[i]),), torch.inf, dtype=torch.float32) for i in usable}
+    distances = {
+        i: hidden[i].new_full((len(bounds[i]),), torch.inf, dtype=torch.float32) for i in usable
+    }
     if usable:
         on_cpu = hidden[0].device.type == "cpu"
         dtype, mode = (torch.float64, "use_mm") if on_cpu else (torch.float32, "donot_use_mm")
@@ -180,7 +197,9 @@ def shear_scores(
     for i, j in opposites:
         opposite = hidden[j].to(dtype)
         blocks = []
-        for windows in bounds[i].split(WINDOWS_AT_ONCE):  # so that the costs of two long responses fit into memory
+        for windows in bounds[i].split(
+            WINDOWS_AT_ONCE
+        ):  # so that the costs of two long responses fit into memory
             first = int(windows[0, 0])
             last = int(windows[:, 1].max())
             states = hidden[i][first:last].to(dtype)
@@ -215,7 +234,9 @@ def _windows(h: Tensor, width: int, stride: int) -> Tensor:
     return torch.stack([start, (start + width).clamp(max=len(h))], dim=1)
 
 
-def _window_distances(cost: Tensor, bounds: Tensor, opposite_bounds: Tensor, transport: dict[str, Any]) -> Tensor:
+def _window_distances(
+    cost: Tensor, bounds: Tensor, opposite_bounds: Tensor, transport: dict[str, Any]
+) -> Tensor:
     """Distances of all pairs of two responses' windows, (K, L) float32, a chunk of pairs at a time."""
     sizes = []
     tokens = []

@@ -15,7 +15,9 @@ from grail_advantage.methods.rlsd import Privileged
 class Signed(AdvantageMethod):
     """A method gives :meth:`signal`."""
 
-    lam: float = option(0.9, "share of the response's own advantage; 0: the signal alone", ge=0, le=1)
+    lam: float = option(
+        0.9, "share of the response's own advantage; 0: the signal alone", ge=0, le=1
+    )
     over: Literal["token", "turn", "response"] = option(
         "token", "a token's signal: its own, or the mean over its turn or response"
     )

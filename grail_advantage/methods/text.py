@@ -27,9 +27,7 @@ class Pattern(Method):
     decoded response, and a token matches where it has a byte of the match. A response on which the expression takes more
     than a second has weight 1. Put it beside ``control=shuffled``."""
 
-    formula = (
-        "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in responses outside the gate"
-    )
+    formula = "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in responses outside the gate"
     source = "control"
     reads = frozenset({"tokens", "tokenizer"})
 
@@ -73,7 +71,9 @@ class Pattern(Method):
         return Weights(torch.where(self.inside_gate(r)[:, None], of_gate, float(self.elsewhere)))
 
 
-def matched(texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Pattern[str]) -> np.ndarray | None:
+def matched(
+    texts: Sequence[str], have_bytes: np.ndarray, expression: regex.Pattern[str]
+) -> np.ndarray | None:
     """bool (T,): the tokens that match; ``None`` where that takes too long. A character in several tokens belongs to
     the last of them; a token without text, of bool (T,) ``have_bytes``, has the first bytes of the next character, and
     is inside where that is."""
@@ -113,7 +113,9 @@ class StepValues(AdvantageMethod):
     reads = frozenset({"groups", "tokens", "tokenizer"})
 
     separator: str = option(r"\n+", "regular expression of Python that ends a step")
-    shrink: float = option(1.0, "responses of the group's mean that are added to each state's; 0: none", ge=0)
+    shrink: float = option(
+        1.0, "responses of the group's mean that are added to each state's; 0: none", ge=0
+    )
 
     def check(self) -> None:
         self._compiled()
@@ -135,7 +137,10 @@ class StepValues(AdvantageMethod):
         groups = r.groups.tolist()
         chosen = self.select(r).nonzero().flatten().tolist()
         tokens = {index: r.tokens[index].numpy() for index in chosen}
-        steps = {index: cut(texts(ids), texts.have_bytes(ids), separator) for index, ids in tokens.items()}
+        steps = {
+            index: cut(texts(ids), texts.have_bytes(ids), separator)
+            for index, ids in tokens.items()
+        }
         through: dict[tuple[int, State], list[float]] = defaultdict(list)
         for index in chosen:
             for state in steps[index][1][:-1]:
@@ -151,7 +156,9 @@ class StepValues(AdvantageMethod):
         return scores
 
 
-def cut(texts: Sequence[str], have_bytes: np.ndarray, separator: regex.Pattern[str]) -> tuple[np.ndarray, list[State]]:
+def cut(
+    texts: Sequence[str], have_bytes: np.ndarray, separator: regex.Pattern[str]
+) -> tuple[np.ndarray, list[State]]:
     """The step of each token, int (T,), and the state after each step, of which the last is the end. A token belongs to
     the step in which its first character is, one without bytes to the step before it. A response that takes too long to
     cut is one step."""

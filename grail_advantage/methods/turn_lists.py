@@ -55,7 +55,13 @@ def turn_advantages(
     Raises:
         ValueError: an argument that does not fit, naming it and the row.
     """
-    lists = {"outcomes": outcomes, "groups": groups, "sessions": sessions, "before": before, "keys": keys}
+    lists = {
+        "outcomes": outcomes,
+        "groups": groups,
+        "sessions": sessions,
+        "before": before,
+        "keys": keys,
+    }
     for name, values in lists.items():
         if values is not None and len(values) != len(rewards):
             raise ValueError(f"{name} must be one a row, {len(rewards)} of them; got {len(values)}")
@@ -66,7 +72,9 @@ def turn_advantages(
             )
     m = build(method, options) if isinstance(method, str) else method
     if not isinstance(m, TurnMethod):
-        raise ValueError(f"method={method!r} gives no advantages of turns; choose one of turns, such as 'turn_rloo'")
+        raise ValueError(
+            f"method={method!r} gives no advantages of turns; choose one of turns, such as 'turn_rloo'"
+        )
     if m.control != "none":
         raise ValueError(
             f"control={m.control!r} moves advantages among a response's tokens; here are none, leave it out"

@@ -11,7 +11,9 @@ import numpy as np
 
 from grail_advantage.data import within_range
 
-Rewards = Sequence[float | Sequence[float | None] | None]  # by turn; a list for several calls of a turn
+Rewards = Sequence[
+    float | Sequence[float | None] | None
+]  # by turn; a list for several calls of a turn
 
 
 class UncertainError(ValueError):
@@ -27,7 +29,9 @@ def read_rewards(rewards: Any) -> tuple[list[list[float]], bool]:
     2], None]`` gives ``[[1.0, 2.0], []]`` and False."""
     entries = [] if rewards is None else _plain(rewards)
     if not isinstance(entries, list | tuple):
-        raise ValueError(f"has {rewards!r}; give it a list with a number, None or a list of numbers for each turn")
+        raise ValueError(
+            f"has {rewards!r}; give it a list with a number, None or a list of numbers for each turn"
+        )
     calls = []
     is_flat = True
     for entry in map(_plain, entries):
@@ -37,7 +41,9 @@ def read_rewards(rewards: Any) -> tuple[list[list[float]], bool]:
             is_flat = False
         numbers = [number for number in numbers if number is not None]
         if not all(isinstance(number, int | float | np.number) for number in numbers):
-            raise ValueError(f"has the reward {entry!r}; give a number, None or a list of numbers for each turn")
+            raise ValueError(
+                f"has the reward {entry!r}; give a number, None or a list of numbers for each turn"
+            )
         if not within_range(np.array(numbers, dtype=np.float64)).all():
             raise UncertainError(f"has the reward {entry!r}, which is not finite or too large")
         calls.append([float(number) for number in numbers])
@@ -103,9 +109,13 @@ def _calls_by_turn(rewards: Any, turns: int, align: str) -> list[list[float]]:
         calls = [list(chain(*calls))]  # there is no other turn
     elif align == "calls" and is_flat and len(calls) >= turns:
         remedy = "give a list for each turn, such as [[1, 0.5], [0]], or with align=turns one number for each"
-        raise UncertainError(f"{counted}, so that it is not certain which turn each belongs to; {remedy}")
+        raise UncertainError(
+            f"{counted}, so that it is not certain which turn each belongs to; {remedy}"
+        )
     allowed = [turns] if align == "turns" and is_flat else [turns - 1, turns]
     if len(calls) not in allowed:
         wants = "with turns one a turn, with calls one for each turn that a tool answered"
-        raise ValueError(f"{counted}, where align={align} wants {' or '.join(map(str, allowed))}: {wants}")
+        raise ValueError(
+            f"{counted}, where align={align} wants {' or '.join(map(str, allowed))}: {wants}"
+        )
     return calls + [[]] * (turns - len(calls))

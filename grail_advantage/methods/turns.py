@@ -16,7 +16,11 @@ DEVIATION = "whether differences from a mean are divided by the deviation, as in
 
 
 def compare(
-    values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool, epsilon: float = 1e-6
+    values: Sequence[np.ndarray],
+    keys: Sequence[Sequence[Any]],
+    *,
+    deviation: bool,
+    epsilon: float = 1e-6,
 ) -> list[np.ndarray]:
     """Values (K,) of each session's turns less the mean of those with the same key, 0 for a key of one turn; with
     ``deviation`` divided by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it."""
@@ -42,7 +46,9 @@ class TurnRloo(TurnMethod):
     """Unbiased (docs/turns.md) at gamma=1 and with a loss that divides by a constant. A response of one turn gets RLOO's
     advantage."""
 
-    formula = "A_k = G_k - mean of G_k over the siblings with a turn k, G_k the return from turn k on"
+    formula = (
+        "A_k = G_k - mean of G_k over the siblings with a turn k, G_k the return from turn k on"
+    )
     source = "this project; verl#7244 describes the bias that it avoids"
     gamma: float = option(1.0, GAMMA, ge=0, le=1)
     stopped: Literal["left_out", "zero"] = option(
@@ -60,10 +66,14 @@ class TurnRloo(TurnMethod):
         counts = np.array([np.arange(longest) < len(g_K) for g_K in returns]).sum(axis=0) - 1
         sums = g.sum(axis=0) - g
         mean = sums / siblings
-        if self.stopped == "left_out":  # where no sibling has the turn, the mean of their first ones
+        if (
+            self.stopped == "left_out"
+        ):  # where no sibling has the turn, the mean of their first ones
             mean = np.where(counts > 0, sums / counts.clip(min=1), mean[:, :1])
         a = g - mean
-        a[abs(a) <= 1e-13 * abs(g).max()] = 0.0  # rounding: siblings with the same returns have 0, and are left out
+        a[abs(a) <= 1e-13 * abs(g).max()] = (
+            0.0  # rounding: siblings with the same returns have 0, and are left out
+        )
         return [a[index, : len(g_K)] for index, g_K in enumerate(returns)]
 
 
@@ -72,9 +82,7 @@ class MtGrpo(TurnMethod):
     """The first turn is credited with what the calls earned, all turns with the outcome. Biased where later turns call
     too. A response of one turn gets GRPO's advantage."""
 
-    formula = (
-        "A_1 = norm(O) + alpha norm(T), later norm(O), without a call norm(T + O); T the calls' rewards, O the outcome"
-    )
+    formula = "A_1 = norm(O) + alpha norm(T), later norm(O), without a call norm(T + O); T the calls' rewards, O the outcome"
     source = (
         "arXiv 2505.11821 (SiliangZeng/Multi-Turn-RL-Agent, "
         "`verifiers/trainers/mt_grpo_env_trainer.py`, `_assign_advantages` with `aae`)"
@@ -86,7 +94,10 @@ class MtGrpo(TurnMethod):
         def norm(values: Sequence[float]) -> list[float]:
             one_turn = [np.array([value]) for value in values]
             keys = [["response"]] * len(values)
-            return [float(a_1[0]) for a_1 in compare(one_turn, keys, deviation=self.deviation, epsilon=1e-4)]
+            return [
+                float(a_1[0])
+                for a_1 in compare(one_turn, keys, deviation=self.deviation, epsilon=1e-4)
+            ]
 
         t = [float(s.rewards[:-1].sum()) for s in sessions]
         o = [s.rewards[-1] + (s.outcome if self.outcome else 0.0) for s in sessions]
@@ -123,7 +134,9 @@ class Gigpo(TurnMethod):
         episode = compare(sums, [["session"]] * len(sums), deviation=self.deviation)
         returns = [s.returns(self.gamma, outcome=self.outcome) for s in sessions]
         step = compare(returns, [s.before for s in sessions], deviation=self.deviation)
-        return [of_session + self.omega * a_K for of_session, a_K in zip(episode, step, strict=True)]
+        return [
+            of_session + self.omega * a_K for of_session, a_K in zip(episode, step, strict=True)
+        ]
 
 
 @register("turn_grpo")

@@ -29,7 +29,9 @@ def leaf_module(model: PreTrainedModel, leaf: str) -> nn.Module:
         return model.get_input_embeddings()
     blocks = getattr(model.get_decoder(), "layers", None)
     if blocks is None:
-        raise ValueError(f"leaf={leaf!r} needs get_decoder().layers, {type(model).__name__} lacks it; use embeddings")
+        raise ValueError(
+            f"leaf={leaf!r} needs get_decoder().layers, {type(model).__name__} lacks it; use embeddings"
+        )
     n = len(blocks)
     k = {"first": 1, "middle": n // 2, "last": n - 1}[leaf]
     # Of a single block the middle and the last are hidden states 0.
@@ -47,7 +49,9 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     the list. ValueError: the forward does not call the module."""
     leaves_BSD: list[torch.Tensor] = []
 
-    def replace_output(_module: nn.Module, _args: tuple, output: torch.Tensor | tuple) -> torch.Tensor | tuple:
+    def replace_output(
+        _module: nn.Module, _args: tuple, output: torch.Tensor | tuple
+    ) -> torch.Tensor | tuple:
         hidden_BSD = output[0] if isinstance(output, tuple) else output
         leaf_BSD = hidden_BSD.detach().requires_grad_()
         leaves_BSD.append(leaf_BSD)
@@ -65,7 +69,9 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
     input for its weight's gradient alone. Parameters of other classes, such as those that FSDP shards, stay as they
     are: its hooks hang on their gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    trained = [parameter for parameter in trained if type(parameter) is nn.Parameter and parameter.is_leaf]
+    trained = [
+        parameter for parameter in trained if type(parameter) is nn.Parameter and parameter.is_leaf
+    ]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -76,7 +82,9 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def at_head(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def at_head(
+    model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
     """While open, each forward of the model's output embeddings computes the logits of ``before(hidden)``, of the hidden
     states (B, S, D) those that are needed. ValueError: there are no output embeddings, or the forward calls none."""
     head = model.get_output_embeddings()
@@ -89,12 +97,19 @@ def at_head(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tenso
         return (change(args[0]), *args[1:])
 
     # First among the hooks: those that gather parameters for the backward must see the tensors that take part in it.
-    with _hooked(head.register_forward_pre_hook(replace_input, prepend=True), calls, head, "output embeddings"):
+    with _hooked(
+        head.register_forward_pre_hook(replace_input, prepend=True),
+        calls,
+        head,
+        "output embeddings",
+    ):
         yield
 
 
 @contextmanager
-def _hooked(handle: RemovableHandle, calls: Sequence[object], module: nn.Module, name: str) -> Iterator[None]:
+def _hooked(
+    handle: RemovableHandle, calls: Sequence[object], module: nn.Module, name: str
+) -> Iterator[None]:
     """A forward that went past a hook would give wrong values, or none."""
     try:
         yield
@@ -141,7 +156,12 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
     blocks = [block for block in blocks if checkpoint_blocks or block.gradient_checkpointing]
     try:
         model.eval()
-        with checkpointing_in_evaluation(blocks), resharding(model), torch.inference_mode(False), torch.enable_grad():
+        with (
+            checkpointing_in_evaluation(blocks),
+            resharding(model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             yield
     except BaseException:
         reset_sharding(model)
@@ -167,7 +187,10 @@ def log_probs(logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: floa
 
 def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
     """Entropy, in nats, of the distribution that each token is drawn from, as :func:`log_probs`."""
-    parts = (torch.log_softmax(some_KV.float() / temperature, dim=-1) for some_KV in logits_KV.split(TOGETHER))
+    parts = (
+        torch.log_softmax(some_KV.float() / temperature, dim=-1)
+        for some_KV in logits_KV.split(TOGETHER)
+    )
     sums = []
     for log_KV in parts:
         # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.

@@ -22,7 +22,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row, RowScores
 from grail_advantage.model import hooks
-from grail_advantage.model.interface import Forward, Range, RankRounds, T, places_of, sequence_forward
+from grail_advantage.model.interface import (
+    Forward,
+    Range,
+    RankRounds,
+    T,
+    places_of,
+    sequence_forward,
+)
 from grail_advantage.model.patches import release_waiting_hooks
 from grail_advantage.model.probe import Finding, probe, probe_rows, reads_its_logits, whole_row
 
@@ -31,7 +38,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_LENGTH = 0.75  # of a longer row, with which one joins it: a quarter of a forward may be padding
+LEAST_LENGTH = (
+    0.75  # of a longer row, with which one joins it: a quarter of a forward may be padding
+)
 CHECKED_TOKENS = 18  # of the row by which a model's logits are checked
 # Of each model: its lowered budget of tokens where memory ran out; what the probe found, and with how many tokens of the
 # longest row; whether its logits are read where they are.
@@ -50,20 +59,29 @@ def run_rows(method: BaseMethod, rows: Sequence[Row], model: HuggingFaceModel) -
             return run_rows(method, rows, model)
 
     Where parameters are sharded (``group=``), every rank of the group calls it, also one without rows."""
-    return _on_rows(rows, model, lambda moved: [scores.on_cpu() for scores in method.run(moved, model)])
+    return _on_rows(
+        rows, model, lambda moved: [scores.on_cpu() for scores in method.run(moved, model)]
+    )
 
 
-def read_columns(names: Sequence[str], rows: Sequence[Row], model: HuggingFaceModel) -> list[dict[str, torch.Tensor]]:
+def read_columns(
+    names: Sequence[str], rows: Sequence[Row], model: HuggingFaceModel
+) -> list[dict[str, torch.Tensor]]:
     """The model's side of :meth:`grail_advantage.weigh.Host.columns`: for each row the ``old_log_probs`` and ``entropy``
     of its response tokens, those that are named, (T,) float32 on the CPU. Ranks call it as :func:`run_rows`."""
 
     def read(micro: PaddedRows) -> list[dict[str, torch.Tensor]]:
-        return [{name: values.cpu() for name, values in columns.items()} for columns in micro.columns(names)]
+        return [
+            {name: values.cpu() for name, values in columns.items()}
+            for columns in micro.columns(names)
+        ]
 
     return _on_rows(rows, model, lambda moved: model.micro_batches(moved, read, gradients=False))
 
 
-def _on_rows(rows: Sequence[Row], model: HuggingFaceModel, work: Callable[[list[Row]], list[T]]) -> list[T]:
+def _on_rows(
+    rows: Sequence[Row], model: HuggingFaceModel, work: Callable[[list[Row]], list[T]]
+) -> list[T]:
     """Work on rows that are where the model is. Without rows there is none, unless other ranks wait in a collective."""
     if not rows and model.rounds.group is None:
         return []
@@ -105,7 +123,9 @@ class HuggingFaceModel:
         self.pad_token = getattr(tokenizer, "pad_token_id", None)
         self.rounds = RankRounds(group, self.device)
         self.tokens = min(tokens, _fitting_tokens.get(model, tokens))
-        self._state: object = None  # of the model in this pass; each look at it walks through all its modules
+        self._state: object = (
+            None  # of the model in this pass; each look at it walks through all its modules
+        )
         self._together = 1
 
     def micro_batches(
@@ -119,7 +139,11 @@ class HuggingFaceModel:
         def run_next() -> Sequence[T]:
             longest = len(waiting[0].tokens)
             candidates = waiting[: 1 if alone else self.sequences_together(longest)]
-            return work(PaddedRows(self, [row for row in candidates if len(row.tokens) >= LEAST_LENGTH * longest]))
+            return work(
+                PaddedRows(
+                    self, [row for row in candidates if len(row.tokens) >= LEAST_LENGTH * longest]
+                )
+            )
 
         frozen = hooks.frozen_parameters(self.model) if self.rounds.group is None else nullcontext()
         with hooks.evaluation_mode(self.model), frozen, torch.set_grad_enabled(gradients):
@@ -130,13 +154,20 @@ class HuggingFaceModel:
                 waiting = [rows[index] for index in order[len(results) :]]
             # Ranks that have rows gather parameters in each forward, in which this one takes part with two tokens.
             for _ in self.rounds.wait():
-                work(PaddedRows(self, [whole_row(torch.zeros(2, dtype=torch.int64, device=self.device))]))
+                work(
+                    PaddedRows(
+                        self, [whole_row(torch.zeros(2, dtype=torch.int64, device=self.device))]
+                    )
+                )
         in_order = sorted(zip(order, results, strict=True), key=lambda pair: pair[0])
         return [result for _, result in in_order]
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:
-        with hooks.evaluation_mode(self.model), sequence_forward(self.model, self.rounds) as forward:
+        with (
+            hooks.evaluation_mode(self.model),
+            sequence_forward(self.model, self.rounds) as forward,
+        ):
             self.model.eval()  # no checkpointing either: checkpointed blocks keep no keys and values
             yield forward
 
@@ -152,13 +183,17 @@ class HuggingFaceModel:
             try:
                 return work()
             except RuntimeError as error:
-                out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
+                out_of_memory = isinstance(
+                    error, torch.OutOfMemoryError
+                ) or "DefaultCPUAllocator: " in str(error)
                 if not out_of_memory or self._together == 1 or self.rounds.group is not None:
                     raise
             # After the clause, with which the error's frames and their tensors go.
             self.tokens //= 2
             _fitting_tokens[self.model] = self.tokens
-            logger.warning("memory ran out in a pass: %d tokens go together now; set tokens lower", self.tokens)
+            logger.warning(
+                "memory ran out in a pass: %d tokens go together now; set tokens lower", self.tokens
+            )
 
     def check_logits(self, rows: Sequence[torch.Tensor]) -> None:
         """ValueError for a model whose logits are not one for each token of its input, as with a soft prompt in front;
@@ -190,10 +225,14 @@ class HuggingFaceModel:
     def forward(self, tokens_BS: torch.Tensor) -> Any:
         """The model's output for rows of tokens, padding on the right included."""
         release_waiting_hooks(self.model)  # of the forward before
-        return self.model(input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False)
+        return self.model(
+            input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False
+        )
 
     def _log_probs(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in rows]).response_log_probs()
+        return PaddedRows(
+            self, [whole_row(tokens_S.to(self.device)) for tokens_S in rows]
+        ).response_log_probs()
 
     def _independent(self, rows: Sequence[Row]) -> bool:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer
@@ -232,7 +271,9 @@ class PaddedRows:
         self._host = model
         self._model = model.model
         self._tokens_BS = pad_sequence([row.tokens for row in rows], batch_first=True)
-        self._lengths = [len(row.tokens) for row in rows]  # positions that the latest forward was for
+        self._lengths = [
+            len(row.tokens) for row in rows
+        ]  # positions that the latest forward was for
 
     def leaf(self, name: str) -> nn.Module:
         return hooks.leaf_module(self._model, name)
@@ -261,7 +302,9 @@ class PaddedRows:
     def at(self, row: int, position: int) -> tuple[int, int]:
         return row, position
 
-    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:  # also with further dimensions after S
+    def per_row(
+        self, values_BS: torch.Tensor
+    ) -> list[torch.Tensor]:  # also with further dimensions after S
         return [of_row[:length] for of_row, length in zip(values_BS, self._lengths, strict=True)]
 
     def columns(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
@@ -277,7 +320,9 @@ class PaddedRows:
 
     def _predicted(self, tokens: Sequence[Range]) -> tuple[torch.Tensor, torch.Tensor]:
         """One forward. The logits (K, V) that predict a range of tokens of each row, and the tokens, (K,)."""
-        tokens_K = torch.cat([row.tokens[first:past] for row, (first, past) in zip(self.rows, tokens, strict=True)])
+        tokens_K = torch.cat(
+            [row.tokens[first:past] for row, (first, past) in zip(self.rows, tokens, strict=True)]
+        )
         return self.logits([(first - 1, past - 1) for first, past in tokens]), tokens_K
 
     def _forward(self, positions: Sequence[Range]) -> Any:
@@ -297,4 +342,6 @@ def model_state(model: nn.Module) -> object:
 def refuse(model: nn.Module) -> NoReturn:
     """ValueError of a model whose logits are not those of its input's tokens."""
     kind = f"model ({type(model).__name__}) gives no logits, or has other positions than its input"
-    raise ValueError(f"{kind}; {hooks.REMEDY}, itself, and an adapter such as LoRA in place of virtual tokens")
+    raise ValueError(
+        f"{kind}; {hooks.REMEDY}, itself, and an adapter such as LoRA in place of virtual tokens"
+    )

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Range = tuple[int, int]  # half-open, of positions of one row's prompt + response
-Forward: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]"
+Forward: TypeAlias = (
+    "Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]"
+)
 """``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length
 that follow the cache's tokens; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
 
@@ -107,7 +109,10 @@ def places_of(ranges: Sequence[Range], device: torch.device) -> tuple[torch.Tens
     """Every position of a range of each row: the row and the position, int64 (K,) each."""
     # Ranges (1, 3) and (0, 1) are the rows 0, 0, 1 and the positions 1, 2, 0.
     row_K = torch.cat(
-        [torch.full((past - first,), row, device="cpu", dtype=torch.int64) for row, (first, past) in enumerate(ranges)]
+        [
+            torch.full((past - first,), row, device="cpu", dtype=torch.int64)
+            for row, (first, past) in enumerate(ranges)
+        ]
     )
     position_K = torch.cat([torch.arange(first, past, device="cpu") for first, past in ranges])
     return row_K.to(device), position_K.to(device)
@@ -119,9 +124,13 @@ def sequence_forward(
 ) -> Iterator[Forward]:
     """:meth:`Model.sequences` of a Hugging Face model in evaluation mode. Sharded parameters are gathered in every forward,
     ``around`` each of them, so a rank that is through runs forwards of one token until all are."""
-    from grail_advantage.model.patches import release_waiting_hooks  # not above: naming the methods would import it
+    from grail_advantage.model.patches import (
+        release_waiting_hooks,
+    )  # not above: naming the methods would import it
 
-    goes_on = not any(getattr(module, "_is_stateful", False) for module in model.modules())  # from keys and values
+    goes_on = not any(
+        getattr(module, "_is_stateful", False) for module in model.modules()
+    )  # from keys and values
 
     def forward(
         tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None, *, waits: bool = False
@@ -149,7 +158,9 @@ def sequence_forward(
             forward(nothing_11, nothing_11[0], None, waits=True)
 
 
-def saliency_step(micro: MicroBatch, targets: Sequence[Range], leaf: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def saliency_step(
+    micro: MicroBatch, targets: Sequence[Range], leaf: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``|| dL/dh * h ||_2`` and ``|| dL/dh ||_2`` of each row's positions, float32, by one forward and one backward to h,
     the activation ``leaf``. L is the negative log-likelihood of each row's ``targets``, a range of prompt + response.
     A micro-batch without any goes through both, too: other ranks need its part in gathering parameters."""

@@ -23,7 +23,10 @@ def checkpointing_in_evaluation(blocks: Sequence[GradientCheckpointingLayer]) ->
     (``GradientCheckpointingLayer.__call__``, modeling_layers.py:60), so the blocks only seem to train to the code around
     them. A reentrant checkpoint (``_gradient_checkpointing_func``, line 92) has no gradient of activations: none is.
     Can go when ``test_blocks_are_checkpointed_in_evaluation_mode_inside`` passes without it."""
-    saved = [{name: vars(block)[name] for name in _CHECKPOINTING if name in vars(block)} for block in blocks]
+    saved = [
+        {name: vars(block)[name] for name in _CHECKPOINTING if name in vars(block)}
+        for block in blocks
+    ]
     try:
         for block in blocks:
             block.training = block.gradient_checkpointing = True
@@ -38,7 +41,10 @@ def checkpointing_in_evaluation(blocks: Sequence[GradientCheckpointingLayer]) ->
             vars(block).update(attributes)
 
 
-_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # of a GradientCheckpointingLayer
+_CHECKPOINTING = (
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+)  # of a GradientCheckpointingLayer
 
 
 def _checkpointed(block: nn.Module, function: Callable, *args: Any) -> Any:
@@ -67,9 +73,15 @@ def resharding(model: nn.Module) -> Iterator[None]:
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
-    trained = [unit for unit in units if unit._handle is not None and unit._handle.flat_param.requires_grad]
-    handles = [unit.register_forward_pre_hook(_reshard_after_inputs, with_kwargs=True) for unit in trained]
+        units = [
+            module for module in model.modules() if isinstance(module, FullyShardedDataParallel)
+        ]
+    trained = [
+        unit for unit in units if unit._handle is not None and unit._handle.flat_param.requires_grad
+    ]
+    handles = [
+        unit.register_forward_pre_hook(_reshard_after_inputs, with_kwargs=True) for unit in trained
+    ]
     try:
         yield
     finally:
@@ -82,9 +94,15 @@ def _reshard_after_inputs(unit: Any, args: tuple, kwargs: dict) -> None:
 
     if not torch.is_grad_enabled():
         return
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    inputs = [
+        leaf
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
     if inputs:
-        register_multi_grad_hook(inputs, partial(_post_backward_reshard_only_hook, unit, unit._handle))
+        register_multi_grad_hook(
+            inputs, partial(_post_backward_reshard_only_hook, unit, unit._handle)
+        )
 
 
 def reset_sharding(model: nn.Module) -> None:
@@ -109,7 +127,9 @@ def reset_sharding(model: nn.Module) -> None:
         elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             module.training_state = TrainingState.IDLE
             module._handle._training_state = HandleTrainingState.IDLE
-            if module._handle.uses_sharded_strategy and not module._handle.is_sharded(module._handle.flat_param):
+            if module._handle.uses_sharded_strategy and not module._handle.is_sharded(
+                module._handle.flat_param
+            ):
                 _reshard(module, module._handle, True)
 
 

@@ -74,7 +74,10 @@ def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor]) -> Finding:
         repeats = DRAWS if _random_states(model) != states else 1
         longest_again = [run([longest])[0] for _ in range(repeats)]
         first_again = run([first])[0]
-    alone = [difference(first_again, first_alone), *(difference(again, longest_alone) for again in longest_again)]
+    alone = [
+        difference(first_again, first_alone),
+        *(difference(again, longest_alone) for again in longest_again),
+    ]
     differences = {
         "alone and alone again, by what the forward draws at random,": next(
             (d for d in alone if not d <= limit), max(alone)
@@ -84,7 +87,10 @@ def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor]) -> Finding:
         "behind other responses and alone": difference(together[-1], last_alone),
     }
     # An adapter begins as zero, and its dropout changes nothing yet.
-    if any(isinstance(module, _DropoutNd) and module.training and module.p > 0 for module in model.modules()):
+    if any(
+        isinstance(module, _DropoutNd) and module.training and module.p > 0
+        for module in model.modules()
+    ):
         differences[DROPOUT] = torch.inf
     exceeding = [name for name, size in differences.items() if not size <= limit]
     where = exceeding[0] if exceeding else max(differences, key=lambda name: differences[name])
@@ -101,7 +107,9 @@ def _random_states(model: nn.Module) -> list[Any]:
     return states
 
 
-def reads_its_logits(model: nn.Module, plain: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]) -> bool:
+def reads_its_logits(
+    model: nn.Module, plain: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]
+) -> bool:
     """Whether log-probabilities as they are ``read`` here are those of the model's ``plain`` logits, or draw at random. In
     a run of several ranks that share forwards it is a collective."""
     with _without_a_trace(model):
@@ -109,14 +117,20 @@ def reads_its_logits(model: nn.Module, plain: Callable[[], torch.Tensor], read: 
         plain_S = plain()
         again_S = plain()
         read_S = read()
-    return not difference(read_S, plain_S) > limit or difference(again_S, plain_S) > limit  # NaN is NaN
+    return (
+        not difference(read_S, plain_S) > limit or difference(again_S, plain_S) > limit
+    )  # NaN is NaN
 
 
 @contextmanager
 def _without_a_trace(model: nn.Module) -> Iterator[None]:
     """Without gradients. Afterwards the model has the buffers from before, as statistics of batches and frequencies, and
     nobody misses a random number."""
-    named = ((module, *pair) for module in model.modules() for pair in module.named_buffers(recurse=False))
+    named = (
+        (module, *pair)
+        for module in model.modules()
+        for pair in module.named_buffers(recurse=False)
+    )
     buffers = [(module, name, values, values.clone()) for module, name, values in named]
     try:
         with torch.random.fork_rng(), torch.no_grad():
@@ -143,7 +157,11 @@ def limit_of(forward: Callable[[], object]) -> float:
     # What a compiled forward computes would not come through the mode.
     with torch.compiler.set_stance("force_eager"), _Computed() as computed:
         forward()
-    return HALF_LIMIT if any(size < 4 or _drops_digits(device) for device, size in computed.made) else LIMIT
+    return (
+        HALF_LIMIT
+        if any(size < 4 or _drops_digits(device) for device, size in computed.made)
+        else LIMIT
+    )
 
 
 class _Computed(TorchDispatchMode):
@@ -158,7 +176,9 @@ class _Computed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         floats = [
-            values for values in tree_leaves(result) if isinstance(values, torch.Tensor) and values.is_floating_point()
+            values
+            for values in tree_leaves(result)
+            if isinstance(values, torch.Tensor) and values.is_floating_point()
         ]
         self.made |= {(values.device, values.dtype.itemsize) for values in floats}
         return result
@@ -187,9 +207,14 @@ def probe_rows(
     generator = torch.Generator("cpu").manual_seed(0)
     known_S = tokens_S.cpu().unique()
     lengths = [short, longest, *[short - place % 2 for place in range(count - 2)]]
-    return [known_S[torch.randint(len(known_S), (length,), generator=generator, device="cpu")] for length in lengths]
+    return [
+        known_S[torch.randint(len(known_S), (length,), generator=generator, device="cpu")]
+        for length in lengths
+    ]
 
 
 def whole_row(tokens_S: torch.Tensor) -> Row:
     """Tokens of nobody, all but the first as if they were a response."""
-    return Row(tokens_S, 1, len(tokens_S) - 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, index=0)
+    return Row(
+        tokens_S, 1, len(tokens_S) - 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, index=0
+    )

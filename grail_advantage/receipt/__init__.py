@@ -9,4 +9,16 @@ from .check import Finding, Receipt, check
 from .losses import Batch, Loss, Tokens, trl_loss, verl_loss
 from .measure import Piece, Watch, watch
 
-__all__ = ["Batch", "Finding", "Loss", "Piece", "Receipt", "Tokens", "Watch", "check", "trl_loss", "verl_loss", "watch"]
+__all__ = [
+    "Batch",
+    "Finding",
+    "Loss",
+    "Piece",
+    "Receipt",
+    "Tokens",
+    "Watch",
+    "check",
+    "trl_loss",
+    "verl_loss",
+    "watch",
+]

@@ -20,10 +20,14 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
     """The batch and the pieces, their tensors detached and in the host's memory; errors as :func:`.check.check`."""
     pieces = list(pieces)
     if not pieces:
-        raise ValueError("no piece was read (pieces is empty): call Watch.read() before each micro-batch's loss")
+        raise ValueError(
+            "no piece was read (pieces is empty): call Watch.read() before each micro-batch's loss"
+        )
     shape = tuple(getattr(batch.mask_BT, "shape", ()))
     if len(shape) != 2:
-        raise ValueError(f"mask_BT must be a tensor (B, T), got {shape or type(batch.mask_BT).__name__}")
+        raise ValueError(
+            f"mask_BT must be a tensor (B, T), got {shape or type(batch.mask_BT).__name__}"
+        )
     B, T = shape
     for name in ("updates", "epochs", "ranks"):
         # A bool is an int, so that updates=True would be one step.
@@ -35,7 +39,9 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
     if batch.left_out_B is not None:
         tensors["left_out_B"] = _tensor("left_out_B", batch.left_out_B, (B,)).bool()
     # What is left out on purpose is read by no loss, and may hold anything.
-    trained_BT = tensors["mask_BT"] & ~tensors.get("left_out_B", torch.zeros(B, dtype=torch.bool))[:, None]
+    trained_BT = (
+        tensors["mask_BT"] & ~tensors.get("left_out_B", torch.zeros(B, dtype=torch.bool))[:, None]
+    )
     for name in ("advantages_BT", "old_log_probs_BT", "weights_BT", "ref_log_probs_BT"):
         if getattr(batch, name) is None and name != "advantages_BT":
             continue
@@ -45,11 +51,20 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
             raise ValueError(f"{name} holds inf, NaN or a negative weight at a token that trains")
         # Rounding puts log p above 0 by less; -log p is nowhere below.
         if "log_probs" in name and (values_K > 0.1).any() and not (values_K < 0).any():
-            raise ValueError(f"{name} holds {float(values_K.max()):.3g}, and nothing below 0: pass log p")
-    choices_of = {"aggregation": AGGREGATIONS, "over": OVER, "kl": (None, *KL), "account": (None, *FORMULAS)}
+            raise ValueError(
+                f"{name} holds {float(values_K.max()):.3g}, and nothing below 0: pass log p"
+            )
+    choices_of = {
+        "aggregation": AGGREGATIONS,
+        "over": OVER,
+        "kl": (None, *KL),
+        "account": (None, *FORMULAS),
+    }
     for name, choices in choices_of.items():
         if not callable(value := getattr(loss, name)) and value not in choices:
-            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, choices))}")
+            raise ValueError(
+                f"{name}={value!r} is unknown; choose one of {', '.join(map(str, choices))}"
+            )
     steps = batch.updates * batch.epochs
     if batch.totals_U2 is not None:
         totals_U2 = _tensor("totals_U2", batch.totals_U2, (len(batch.totals_U2), 2))
@@ -61,26 +76,36 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
 def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
     rows_b = _tensor("rows_b", piece.rows_b, (len(piece.rows_b),)).long()
     if len(rows_b) and not 0 <= int(rows_b.min()) <= int(rows_b.max()) < B:
-        raise ValueError(f"rows_b holds {rows_b.tolist()}; places of the rollout batch are 0 to {B - 1}")
+        raise ValueError(
+            f"rows_b holds {rows_b.tolist()}; places of the rollout batch are 0 to {B - 1}"
+        )
     if not (0 <= piece.update < steps and 0 <= piece.rank < ranks):
-        raise ValueError(f"update={piece.update}, rank={piece.rank}: the batch has {steps} steps on {ranks} ranks")
+        raise ValueError(
+            f"update={piece.update}, rank={piece.rank}: the batch has {steps} steps on {ranks} ranks"
+        )
     # The wider of the two says how wide the micro-batch was, so that the other one is named where they differ.
     columns = (piece.log_probs_bT, piece.gradient_bT)
     widths = [values.shape[1] for values in columns if getattr(values, "ndim", 0) == 2]
     shape = (len(rows_b), min(max(widths, default=T), T))
     log_probs_bT = _tensor("log_probs_bT", piece.log_probs_bT, shape)
     gradient_bT = _tensor("gradient_bT", piece.gradient_bT, shape)
-    return replace(piece, rows_b=rows_b, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT).padded(T)
+    return replace(piece, rows_b=rows_b, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT).padded(
+        T
+    )
 
 
 def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    plain = isinstance(values, torch.Tensor) and values.layout == torch.strided and not values.is_meta
+    plain = (
+        isinstance(values, torch.Tensor) and values.layout == torch.strided and not values.is_meta
+    )
     floats = "log_probs" in name or "gradient" in name
     flags = name in ("mask_BT", "left_out_B")
     dtypes = tuple(PRECISION) if floats else (*PRECISION, *WHOLE)
     if not plain or tuple(values.shape) != shape or values.dtype not in dtypes:
         got = f"{values.dtype} of shape {tuple(values.shape)}" if plain else type(values).__name__
-        raise ValueError(f"{name} must be a dense tensor of numbers of shape {shape}, got {got}; see Piece.padded()")
+        raise ValueError(
+            f"{name} must be a dense tensor of numbers of shape {shape}, got {got}; see Piece.padded()"
+        )
     if flags and (values != values.bool()).any():
         raise ValueError(f"{name} must be bool or hold 0 and 1")
     return values.detach().cpu()

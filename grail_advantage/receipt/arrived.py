@@ -47,8 +47,12 @@ class Arrived:
         }
         divisor_N1 = torch.cat(denominators(loss, batch, pieces))
         # + 0.0: no -0.0 in a table.
-        self.received_NT = -columns(lambda piece: piece.gradient_bT) * divisor_N1 / batch.ranks + 0.0
-        dtypes = {values.dtype for piece in pieces for values in (piece.gradient_bT, piece.log_probs_bT)}
+        self.received_NT = (
+            -columns(lambda piece: piece.gradient_bT) * divisor_N1 / batch.ranks + 0.0
+        )
+        dtypes = {
+            values.dtype for piece in pieces for values in (piece.gradient_bT, piece.log_probs_bT)
+        }
         # The coarsest type that the gradient went through says how much may be rounding.
         self.precision = max(PRECISION[dtype] for dtype in dtypes)
         log_probs_NT = columns(lambda piece: piece.log_probs_bT)
@@ -91,7 +95,9 @@ class Arrived:
                 tie_NT = tie_NT.any(dim=1, keepdim=True)
             self.ignored_NT = self.ignored_NT | tie_NT
 
-    def expect(self, loss: Loss | None = None, /, **columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def expect(
+        self, loss: Loss | None = None, /, **columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a loss gives and where it clips, also with other columns."""
         loss = loss or self.loss
         tokens = replace(self.tokens, **columns)
@@ -99,20 +105,26 @@ class Arrived:
             return expect(loss, tokens)
         # Such a loss may compare the tokens of a micro-batch.
         parts = [expect(loss, tokens.of(self.piece_N == place)) for place in self.piece_N.unique()]
-        return torch.cat([value for value, _ in parts]), torch.cat([clipped for _, clipped in parts])
+        return torch.cat([value for value, _ in parts]), torch.cat(
+            [clipped for _, clipped in parts]
+        )
 
     def value(self, loss: Loss | None = None, /, **columns: torch.Tensor) -> torch.Tensor:
         """What a loss gives."""
         return self.expect(loss, **columns)[0]
 
-    def off(self, value_NT: torch.Tensor, got_NT: torch.Tensor, factor_N1: Any = 1.0) -> torch.Tensor:
+    def off(
+        self, value_NT: torch.Tensor, got_NT: torch.Tensor, factor_N1: Any = 1.0
+    ) -> torch.Tensor:
         """Where more than rounding lies between them; outside the mask, where anything was received.
 
         What was received is divided by the factor: a large one must not make it small beside a value of 0.
         """
         factor_N1 = torch.as_tensor(factor_N1, dtype=torch.float64)
         unit_NT = torch.where(value_NT == 0, self.unit / factor_N1.clamp(min=1), self.unit)
-        size_NT = torch.maximum(value_NT.abs(), got_NT.abs()) + torch.where(self.mask_NT, unit_NT, 0.0)
+        size_NT = torch.maximum(value_NT.abs(), got_NT.abs()) + torch.where(
+            self.mask_NT, unit_NT, 0.0
+        )
         return ~((got_NT - value_NT).abs() <= self.precision * size_NT) & ~self.ignored_NT
 
     def quotient(self, value_NT: torch.Tensor) -> torch.Tensor:

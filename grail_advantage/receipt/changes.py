@@ -19,7 +19,11 @@ NUMBER = 12.0
 WHOLE = 6.0
 """A response's tokens of one kind, such as lost ones, cost at most so many bits."""
 SIDES = ((1, "of the token before"), (-1, "of the token after"))
-CALLED = {"advantages": "advantages", "old": "old log-probabilities", "weights": "importance weights"}
+CALLED = {
+    "advantages": "advantages",
+    "old": "old log-probabilities",
+    "weights": "importance weights",
+}
 Change = tuple[float, str, str, torch.Tensor]
 """Bits, a finding's name, a sentence, and the value of each token."""
 
@@ -29,7 +33,11 @@ def changes(arrived: Arrived) -> Iterator[Change]:
     batch = arrived.batch
     yield 0, "", "", arrived.wanted_NT
     yield from _advantages(arrived)
-    columns = {"advantages": _whole_rows(batch), "old": batch.old_log_probs_BT, "weights": batch.weights_BT}
+    columns = {
+        "advantages": _whole_rows(batch),
+        "old": batch.old_log_probs_BT,
+        "weights": batch.weights_BT,
+    }
     for column, values_BT in columns.items():
         if values_BT is None:
             continue
@@ -45,7 +53,11 @@ def changes(arrived: Arrived) -> Iterator[Change]:
     if "low" in arrived.loss.options and arrived.loss.account != "dppo":
         yield 6, "unclipped", "nothing is clipped", arrived.open_NT
     if arrived.loss.kl:
-        for times, name, what in ((-1, "sign", "reversed"), (0, "extra", "left out"), (2, "extra", "twice")):
+        for times, name, what in (
+            (-1, "sign", "reversed"),
+            (0, "extra", "left out"),
+            (2, "extra", "twice"),
+        ):
             loss = replace(arrived.loss, kl_coef=times * arrived.loss.kl_coef)
             yield 6, name, f"the KL term is {what}", arrived.value(loss)
     yield from _added(arrived)
@@ -86,9 +98,19 @@ def _ratios(arrived: Arrived) -> Iterator[Change]:
 def _weights(arrived: Arrived) -> Iterator[Change]:
     tokens = arrived.tokens
     for power, what in ((0, "are left out"), (2, "count twice")):
-        yield 7, "weights", f"importance weights {what}", arrived.value(weights=tokens.weights**power)
+        yield (
+            7,
+            "weights",
+            f"importance weights {what}",
+            arrived.value(weights=tokens.weights**power),
+        )
     mean_NT = tokens.row_mean(tokens.weights).expand_as(tokens.weights)
-    yield 8, "weights", "importance weights are the mean of each response", arrived.value(weights=mean_NT)
+    yield (
+        8,
+        "weights",
+        "importance weights are the mean of each response",
+        arrived.value(weights=mean_NT),
+    )
     for implied_NT in _implied(arrived, "weights"):
         bound = float(implied_NT.nan_to_num(0.0).max())
         value_NT = arrived.value(weights=tokens.weights.clamp(max=bound))
@@ -99,8 +121,12 @@ def _added(arrived: Arrived) -> Iterator[Change]:
     """Yield the loss with a constant more in each advantage."""
     ones_NT = torch.ones_like(arrived.wanted_NT)
     plain = opened(arrived.loss)
-    slope_NT = arrived.value(plain, advantages=ones_NT) - arrived.value(plain, advantages=0 * ones_NT)
-    trains_NT = arrived.mask_NT & ~arrived.ignored_NT & (arrived.received_NT != 0) & (slope_NT.abs() > 1e-3)
+    slope_NT = arrived.value(plain, advantages=ones_NT) - arrived.value(
+        plain, advantages=0 * ones_NT
+    )
+    trains_NT = (
+        arrived.mask_NT & ~arrived.ignored_NT & (arrived.received_NT != 0) & (slope_NT.abs() > 1e-3)
+    )
     if not trains_NT.any():
         return
     # received = factor * (wanted + added * slope): the factor by pairs of tokens, in which what is added cancels.
@@ -148,7 +174,9 @@ def _implied(arrived: Arrived, column: str) -> Iterator[torch.Tensor]:
         yield tokens.log_probs - implied_NT.log() if column == "old" else implied_NT
 
 
-def _swapped(arrived: Arrived, column: str, implied_NT: torch.Tensor, values_BT: torch.Tensor) -> Iterator[Change]:
+def _swapped(
+    arrived: Arrived, column: str, implied_NT: torch.Tensor, values_BT: torch.Tensor
+) -> Iterator[Change]:
     """Yield values of other responses: of those whose own would give what was received."""
     rows_N = arrived.rows_N
     # Half precision in what was received is also in what it implies.
@@ -175,7 +203,9 @@ def _whole_rows(batch: Batch) -> torch.Tensor:
     return torch.where(shared_B1, first_B1, advantages_BT)
 
 
-def fitting_rows(wanted_NT: torch.Tensor, values_BT: torch.Tensor, rows_N: torch.Tensor, near: float) -> torch.Tensor:
+def fitting_rows(
+    wanted_NT: torch.Tensor, values_BT: torch.Tensor, rows_N: torch.Tensor, near: float
+) -> torch.Tensor:
     """For each response find the one whose values fit best at 64 of its tokens, its own where that fits as well."""
     missing_NT = ~wanted_NT.isfinite()
     # 64 of a response's finite places, evenly: a sort puts these first, in their order.

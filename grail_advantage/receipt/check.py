@@ -66,12 +66,20 @@ class Finding:
     # At most three: response, token from 0, intended, received
     examples: tuple[tuple[str, int, float, float], ...] = ()
     causes: str = ""  # the usual ones
-    mismatch: bool = True  # False for a note: a property that the loss declares, an unknown loss, rounding
+    mismatch: bool = (
+        True  # False for a note: a property that the loss declares, an unknown loss, rounding
+    )
     tokens: int = 0
-    low: float | None = None  # the smallest received / intended; None where nothing was intended, and of structure
+    low: float | None = (
+        None  # the smallest received / intended; None where nothing was intended, and of structure
+    )
     high: float | None = None
-    explains: float | None = None  # share of the tokens that differ from what was intended; None of structure
-    also: str = ""  # other explanations that were tried, each with the share that it explains by itself
+    explains: float | None = (
+        None  # share of the tokens that differ from what was intended; None of structure
+    )
+    also: str = (
+        ""  # other explanations that were tried, each with the share that it explains by itself
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -81,10 +89,15 @@ class Finding:
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
         """The inverse of :meth:`to_dict`, also after JSON; what a later version added is left out."""
         entries = {entry.name: values[entry.name] for entry in fields(cls) if entry.name in values}
-        return cls(**entries | {"examples": tuple(tuple(example) for example in entries.get("examples", ()))})
+        return cls(
+            **entries
+            | {"examples": tuple(tuple(example) for example in entries.get("examples", ()))}
+        )
 
     def __str__(self) -> str:
-        tokens = [f"{key} token {t + 1}: {want:.4g} -> {got:.4g}" for key, t, want, got in self.examples]
+        tokens = [
+            f"{key} token {t + 1}: {want:.4g} -> {got:.4g}" for key, t, want, got in self.examples
+        ]
         name = self.name if self.mismatch else f"({self.name})"
         lines = [f"{name}: {self.what}", f"{self.tokens:,} tokens, {self.where}"]
         if tokens:
@@ -97,12 +110,18 @@ class Finding:
 class Receipt:
     """What arrived. Tensors are float32, with NaN for responses that an update does not hold."""
 
-    received_BT: torch.Tensor  # effective advantage e = -g D, the mean over the updates that the response was in
-    clipped_BT: torch.Tensor  # share of these updates in which the token was clipped; NaN for an unknown loss
+    received_BT: (
+        torch.Tensor
+    )  # effective advantage e = -g D, the mean over the updates that the response was in
+    clipped_BT: (
+        torch.Tensor
+    )  # share of these updates in which the token was clipped; NaN for an unknown loss
     received_UBT: torch.Tensor  # e by update
     expected_UBT: torch.Tensor  # what the loss says; NaN for an unknown loss
     clipped_UBT: torch.Tensor  # 1 where the update clipped the token; NaN for an unknown loss
-    findings: tuple[Finding, ...]  # mismatches first; of these structure first, then those that cover most tokens
+    findings: tuple[
+        Finding, ...
+    ]  # mismatches first; of these structure first, then those that cover most tokens
     seen_from: float = 1.0  # smallest factor above 1 that is found in an advantage of middle size, by the precision
     tokens: int = 0  # that may train, each once
     trained: int = 0  # of these, which received a gradient
@@ -164,7 +183,9 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
     U = int(arrived.update_N.max()) + 1 if len(arrived.rows_N) else 1
     held_UB1 = torch.zeros(U, B, 1, dtype=torch.float32)
     # Added, as a response may come twice in an update.
-    held_UB1.index_put_(place, torch.ones(len(arrived.rows_N), 1, dtype=torch.float32), accumulate=True)
+    held_UB1.index_put_(
+        place, torch.ones(len(arrived.rows_N), 1, dtype=torch.float32), accumulate=True
+    )
 
     def by_update(values_NT: torch.Tensor, defined: bool = True) -> torch.Tensor:
         values_UBT = torch.zeros(U, B, T, dtype=torch.float32)
@@ -192,7 +213,14 @@ def _receipt(arrived: Arrived, findings: list[Finding]) -> Receipt:
         expected_UBT=by_update(arrived.wanted_NT, has_formula),
         clipped_UBT=clipped_UBT,
         findings=tuple(
-            sorted(findings, key=lambda finding: (not finding.mismatch, finding.name not in FIRST, -finding.tokens))
+            sorted(
+                findings,
+                key=lambda finding: (
+                    not finding.mismatch,
+                    finding.name not in FIRST,
+                    -finding.tokens,
+                ),
+            )
         ),
         seen_from=1 + 2 * arrived.precision,
         tokens=tokens,
@@ -289,7 +317,9 @@ class _Table:
         trains_B = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
         lengths_B = batch.mask_BT.sum(dim=1)
         epoch_N = arrived.update_N // batch.updates
-        times_EB = torch.stack([arrived.rows_N[epoch_N == e].bincount(minlength=B) for e in epoch_N.unique()])
+        times_EB = torch.stack(
+            [arrived.rows_N[epoch_N == e].bincount(minlength=B) for e in epoch_N.unique()]
+        )
         outside_B = torch.zeros(B, dtype=torch.bool)
         for piece in pieces:
             if piece.outside_b is not None:
@@ -349,7 +379,10 @@ class _Table:
         # Without the outermost positions, where roll() brings in the other end.
         elif min(distance(tokens.old.roll(by, 1), slice(1, -1)) for by in (1, -1)) < size / 10:
             name = "shifted"
-        elif distance(old_BT[fitting_rows(own_NT, old_BT.double(), arrived.rows_N[first_N], 1e-3)]) < size / 10:
+        elif (
+            distance(old_BT[fitting_rows(own_NT, old_BT.double(), arrived.rows_N[first_N], 1e-3)])
+            < size / 10
+        ):
             name = "swapped"
         else:
             name = "stale"
@@ -374,7 +407,9 @@ class _Table:
         self.rounding = 2 * small > int(comparable_NT.sum())
         self.tell(self.explanation())
 
-    def left(self, value_NT: torch.Tensor, factor_N1: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def left(
+        self, value_NT: torch.Tensor, factor_N1: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What an explanation leaves: bits, (N,), and where, by kind."""
         arrived = self.arrived
         got_NT = arrived.received_NT / factor_N1
@@ -385,7 +420,12 @@ class _Table:
         for name, bits, limit, at_NT in (
             ("lost", 0.5, WHOLE, got_NT == 0),
             ("outside", 1.0, WHOLE, ~arrived.mask_NT & (value_NT == 0)),
-            ("unclipped", 1.0, WHOLE, arrived.clipped_NT & (value_NT == 0) & ~arrived.off(arrived.open_NT, got_NT)),
+            (
+                "unclipped",
+                1.0,
+                WHOLE,
+                arrived.clipped_NT & (value_NT == 0) & ~arrived.off(arrived.open_NT, got_NT),
+            ),
             ("sign", 8.0, WHOLE, ~arrived.off(-value_NT, got_NT)),
             ("rounded", 1.0, math.inf, self.rounding & small_NT),
             ("", 8.0, math.inf, rest_NT),
@@ -400,7 +440,9 @@ class _Table:
         """Try all explanations, and find the shortest. None is told that leaves most of what it changes."""
         arrived = self.arrived
         value_NT = arrived.wanted_NT
-        best = Explanation(math.inf, "", "", "", value_NT, value_NT, "", {})  # none is shorter: the first change
+        best = Explanation(
+            math.inf, "", "", "", value_NT, value_NT, "", {}
+        )  # none is shorter: the first change
         tried: dict[str, float] = {}  # share of what differs that is explained
         for bits, name, what, value_NT in changes(arrived):
             if name and not arrived.off(value_NT, arrived.wanted_NT).any():
@@ -420,9 +462,17 @@ class _Table:
                 if bits + float(self.left(value_NT, finest_N1)[0].sum()) >= best.bits:
                     break
             # What looks reversed may be swapped too.
-            if best.bits <= NUMBER and best.name not in ("sign", "swapped") and not best.remaining["sign"].any():
+            if (
+                best.bits <= NUMBER
+                and best.name not in ("sign", "swapped")
+                and not best.remaining["sign"].any()
+            ):
                 break
-        also = sorted((-share, label) for label, share in tried.items() if label != best.label and share > 0.01)
+        also = sorted(
+            (-share, label)
+            for label, share in tried.items()
+            if label != best.label and share > 0.01
+        )
         self.also = "; ".join(f"{label} {-share:.0%}" for share, label in also[:3])
         return best
 
@@ -431,7 +481,9 @@ class _Table:
         changed_NT = self.arrived.off(value_NT, self.arrived.wanted_NT)
         return 3 * int((rest_NT & changed_NT).sum()) <= int(changed_NT.sum())
 
-    def factors(self, value_NT: torch.Tensor, log_NT: torch.Tensor) -> Iterator[tuple[float, torch.Tensor, str]]:
+    def factors(
+        self, value_NT: torch.Tensor, log_NT: torch.Tensor
+    ) -> Iterator[tuple[float, torch.Tensor, str]]:
         """Yield bits, the factor of each response, and the group in which it is constant.
 
         A factor that lies within the spread of what it leaves explains nothing: each token has its own then.
@@ -452,7 +504,9 @@ class _Table:
                 continue
             log_G = arrived.middle(log_NT, by)
             spread_G = arrived.middle((log_NT - log_G[group_N][:, None]).abs(), by)
-            own_G = torch.where((log_G - math.log(common)).abs() > 2 * spread_G, log_G.exp(), common)
+            own_G = torch.where(
+                (log_G - math.log(common)).abs() > 2 * spread_G, log_G.exp(), common
+            )
             saved_N = common_N - self.left(value_NT, own_G[group_N][:, None])[0]
             price = NUMBER + math.log2(len(own_G))
             chosen_G = torch.zeros_like(own_G).index_add_(0, group_N, saved_N) > price
@@ -499,12 +553,16 @@ class _Table:
         got_K = got_NT[rest_NT]
         value_K = best.value_NT[rest_NT]
         added_K = got_K - value_K
-        what = f"tokens received {added_K.min():+.3g} to {added_K.max():+.3g} beside what they should"
+        what = (
+            f"tokens received {added_K.min():+.3g} to {added_K.max():+.3g} beside what they should"
+        )
         if rest == "stale":
             times_K = got_K / value_K
             times_K = times_K[times_K.isfinite() & (times_K > 0)]
             low, high = times_K.quantile(torch.tensor([0.01, 0.99], dtype=torch.float64))
-            what = f"the ratio in the loss is mostly {low:.3g} to {high:.3g} times that of the batch"
+            what = (
+                f"the ratio in the loss is mostly {low:.3g} to {high:.3g} times that of the batch"
+            )
         self.add(rest, what, rest_NT, place=self.place(rest_NT, best.value_NT))
 
     def tell_factor(self, best: Explanation) -> None:
@@ -535,7 +593,9 @@ class _Table:
         # Whatever multiplies an advantage of 0 gives 0, so that something was added.
         if (arrived.tokens.advantages[at_NT] == 0).any():
             return "extra"
-        unweighed_NT = arrived.value(advantages=torch.zeros_like(value_NT))  # what no ratio multiplies
+        unweighed_NT = arrived.value(
+            advantages=torch.zeros_like(value_NT)
+        )  # what no ratio multiplies
         at_NT = at_NT & arrived.off(unweighed_NT, value_NT) & arrived.off(unweighed_NT, got_NT)
         value_K = (value_NT - unweighed_NT)[at_NT]
         got_K = (got_NT - unweighed_NT)[at_NT]
@@ -552,7 +612,11 @@ class _Table:
         trains = int((arrived.mask_NT & (own_NT != 0) & (arrived.received_NT != 0)).sum())
         clips = arrived.loss.account == "clip" and not options.get("sequence")
         # Few tokens tell nothing; without a clip by token there is no ratio to bound.
-        if len(times_K) < max(20, 0.1 * trains) or not clips or arrived.batch.old_log_probs_BT is None:
+        if (
+            len(times_K) < max(20, 0.1 * trains)
+            or not clips
+            or arrived.batch.old_log_probs_BT is None
+        ):
             return False
         ratio_K = times_K * arrived.tokens.log_ratio.exp()[at_NT]
         margin = 1 + 2 * arrived.precision
@@ -570,7 +634,9 @@ class _Table:
             return ""
         order_NT = mask_NT.cumsum(dim=1)
         position_NT = torch.arange(1, at_NT.shape[1] + 1).expand_as(at_NT)
-        lengths_NT = torch.where(mask_NT, position_NT, 0).amax(dim=1, keepdim=True).expand_as(position_NT)
+        lengths_NT = (
+            torch.where(mask_NT, position_NT, 0).amax(dim=1, keepdim=True).expand_as(position_NT)
+        )
         for what, values_NT in (
             ("the first of their response", order_NT == 1),
             ("the last of their response", order_NT == order_NT[:, -1:]),

@@ -14,7 +14,13 @@ import torch
 
 from .measure import Piece
 
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 OVER = ("update", "micro-batch", "rank", "batch")
 _VERLS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 KL = (*_VERLS, *(f"{name}+" for name in _VERLS), "k3 of trl")
@@ -35,12 +41,16 @@ class Loss:
     aggregation: str = "token-mean"  # one of AGGREGATIONS
     over: str = "update"  # one of OVER
     norm: float | None = None  # the constant of seq-mean-token-sum-norm: tokens
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the formula: low, high, cap (the dual clip's), ...
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the formula: low, high, cap (the dual clip's), ...
     kl: str | None = None  # the estimator of a KL term in the loss, one of KL
     kl_coef: float = 0.0
 
 
-def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: float = 0.0, **options: Any) -> Loss:
+def verl_loss(
+    mode: str, aggregation: str, *, kl: str | None = None, kl_coef: float = 0.0, **options: Any
+) -> Loss:
     """The loss of verl 0.9.1 of the name ``actor.policy_loss.loss_mode``; an unknown one is checked by structure alone.
 
     Args:
@@ -54,7 +64,8 @@ def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: fl
     """
     settings_given = {name: value for name, value in options.items() if value is not None}
     low, high = (
-        settings_given.get(f"clip_ratio_{side}", settings_given.get("clip_ratio", 0.2)) for side in ("low", "high")
+        settings_given.get(f"clip_ratio_{side}", settings_given.get("clip_ratio", 0.2))
+        for side in ("low", "high")
     )
     clip = {"low": low, "high": high}
     dppo = clip | {"cap": settings_given.get("clip_ratio_c", 20.0)}
@@ -63,7 +74,10 @@ def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: fl
         "vanilla": ("clip", clip | {"cap": settings_given.get("clip_ratio_c", 3.0), "bound": 20}),
         "gspo": ("gspo", clip),
         "cispo": ("cispo", {"lowest": 1 - low, "highest": 1 + high, "bound": 20}),
-        "sapo": ("sapo", {name: settings_given.get(name, value) for name, value in SAPO.items()} | {"bound": 20}),
+        "sapo": (
+            "sapo",
+            {name: settings_given.get(name, value) for name, value in SAPO.items()} | {"bound": 20},
+        ),
         "gpg": ("reinforce", {}),
         "reinforce": ("reinforce", {}),
         "dppo_tv": ("dppo", dppo | {"divergence": "tv"}),
@@ -72,16 +86,34 @@ def verl_loss(mode: str, aggregation: str, *, kl: str | None = None, kl_coef: fl
         "geo_mean": ("geo_mean", clip),
         "kl_cov": (
             "kl_cov",
-            {"ratio": settings_given.get("kl_cov_ratio", 2e-4), "coef": settings_given.get("ppo_kl_coef", 1.0)},
+            {
+                "ratio": settings_given.get("kl_cov_ratio", 2e-4),
+                "coef": settings_given.get("ppo_kl_coef", 1.0),
+            },
         ),
     }.get(mode, (None, {}))
     mean = "seq-mean-token-mean" if mode in ("sapo", "geo_mean") else aggregation
     one_mean = not kl or mean == aggregation  # otherwise there are two denominators in one gradient
     norm = settings_given.get("loss_scale_factor")
-    return Loss(mode, account if one_mean else None, mean, norm=norm, options=settings, kl=kl, kl_coef=kl_coef)
+    return Loss(
+        mode,
+        account if one_mean else None,
+        mean,
+        norm=norm,
+        options=settings,
+        kl=kl,
+        kl_coef=kl_coef,
+    )
 
 
-OPEN = {"low": math.inf, "high": math.inf, "cap": None, "most": math.inf, "lowest": -math.inf, "highest": math.inf}
+OPEN = {
+    "low": math.inf,
+    "high": math.inf,
+    "cap": None,
+    "most": math.inf,
+    "lowest": -math.inf,
+    "highest": math.inf,
+}
 """Bounds that take nothing."""
 SAPO = {"tau_pos": 1.0, "tau_neg": 1.05}
 VESPO = {"k_pos": 2.0, "k_neg": 3.0, "lambda_pos": 3.0, "lambda_neg": 2.0}
@@ -113,19 +145,27 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
         high = low
     account, settings = {
         "cispo": ("cispo", {"lowest": -math.inf, "highest": high, "bound": 20}),
-        "sapo": ("sapo", {k: options.get(f"sapo_temperature_{k[4:]}", value) for k, value in SAPO.items()}),
+        "sapo": (
+            "sapo",
+            {k: options.get(f"sapo_temperature_{k[4:]}", value) for k, value in SAPO.items()},
+        ),
         "vespo": ("vespo", {k: options.get(f"vespo_{k}", value) for k, value in VESPO.items()}),
     }.get(loss_type, ("clip", {"low": low, "high": high, "most": ratio_bound}))
     aggregation, over = _TRL.get(loss_type, ("token-mean", "update"))
     # Both take tokens by what no column of the batch holds.
-    unusual = options.get("off_policy_mask_threshold") is not None or options.get("top_entropy_quantile", 1.0) < 1
+    unusual = (
+        options.get("off_policy_mask_threshold") is not None
+        or options.get("top_entropy_quantile", 1.0) < 1
+    )
     beta = options.get("beta", 0.0)
     corrected = options.get("use_bias_correction_kl", False)
     settings["sequence"] = importance_sampling_level == "sequence"
     settings["corrected"] = corrected
     formula = account if loss_type in _TRL and not unusual else None
     norm = options.get("max_completion_length")
-    return Loss(loss_type, formula, aggregation, over, norm, settings, "k3 of trl" if beta else None, beta)
+    return Loss(
+        loss_type, formula, aggregation, over, norm, settings, "k3 of trl" if beta else None, beta
+    )
 
 
 @dataclass(frozen=True)
@@ -138,15 +178,27 @@ class Batch:
 
     advantages_BT: torch.Tensor  # token advantages, after weighting
     mask_BT: torch.Tensor  # True where a token counts in the loss
-    old_log_probs_BT: torch.Tensor | None = None  # as the loss gets them; None: its own ones, detached (ratio 1)
-    weights_BT: torch.Tensor | None = None  # importance weights that multiply each token's loss beside the ratio
-    ref_log_probs_BT: torch.Tensor | None = None  # the reference policy's, where the loss has a KL term
-    left_out_B: torch.Tensor | None = None  # True for a response that is left out of the updates on purpose
+    old_log_probs_BT: torch.Tensor | None = (
+        None  # as the loss gets them; None: its own ones, detached (ratio 1)
+    )
+    weights_BT: torch.Tensor | None = (
+        None  # importance weights that multiply each token's loss beside the ratio
+    )
+    ref_log_probs_BT: torch.Tensor | None = (
+        None  # the reference policy's, where the loss has a KL term
+    )
+    left_out_B: torch.Tensor | None = (
+        None  # True for a response that is left out of the updates on purpose
+    )
     updates: int = 1  # optimiser steps of an epoch
     epochs: int = 1  # how often each response is used
     ranks: int = 1  # whose gradients are averaged: each one's g is divided by it
-    on_policy: bool = True  # the first update trains the policy of the old log-probabilities: its ratio is 1
-    keys: list[str] | None = None  # names of the responses in findings; their numbers from 0 without
+    on_policy: bool = (
+        True  # the first update trains the policy of the old log-probabilities: its ratio is 1
+    )
+    keys: list[str] | None = (
+        None  # names of the responses in findings; their numbers from 0 without
+    )
     totals_U2: torch.Tensor | None = None
 
 
@@ -198,7 +250,9 @@ def _clip(t: Tokens, o: Mapping[str, Any], ratio: torch.Tensor) -> torch.Tensor:
     unclipped = ratio.clamp(max=o.get("most", math.inf)) * t.advantages
     objective = torch.minimum(unclipped, ratio.clamp(1 - o["low"], 1 + o["high"]) * t.advantages)
     if o.get("cap") is not None:
-        objective = torch.where(t.advantages < 0, torch.maximum(objective, o["cap"] * t.advantages), objective)
+        objective = torch.where(
+            t.advantages < 0, torch.maximum(objective, o["cap"] * t.advantages), objective
+        )
     return -objective * t.weights
 
 
@@ -261,15 +315,24 @@ FORMULAS: Mapping[str, Callable[[Tokens, Mapping[str, Any]], torch.Tensor]] = {
     # arXiv:2507.18071, the token form: the response's ratio for the token's own advantage
     # verl clamps the log-ratio at 10
     "gspo": lambda t, o: _clip(
-        t, o, (t.row_mean(t.log_ratio).detach() + t.log_probs - t.log_probs.detach()).clamp(max=10).exp()
+        t,
+        o,
+        (t.row_mean(t.log_ratio).detach() + t.log_probs - t.log_probs.detach()).clamp(max=10).exp(),
     ),
     "cispo": lambda t, o: (
-        -_ratio(t, o).clamp(o["lowest"], o["highest"]).detach() * t.advantages * t.log_probs * t.weights
+        -_ratio(t, o).clamp(o["lowest"], o["highest"]).detach()
+        * t.advantages
+        * t.log_probs
+        * t.weights
     ),
-    "sapo": lambda t, o: _sapo(t, _ratio(t, o), torch.where(t.advantages > 0, o["tau_pos"], o["tau_neg"])),
+    "sapo": lambda t, o: _sapo(
+        t, _ratio(t, o), torch.where(t.advantages > 0, o["tau_pos"], o["tau_neg"])
+    ),
     "reinforce": lambda t, o: -t.advantages * t.log_probs * t.weights,
     "dppo": _dppo,
-    "dro": lambda t, o: (o["beta"] / 2 * t.log_ratio.square() - t.advantages * t.log_ratio) * t.weights,
+    "dro": lambda t, o: (
+        (o["beta"] / 2 * t.log_ratio.square() - t.advantages * t.log_ratio) * t.weights
+    ),
     "geo_mean": _geo_mean,
     "vespo": _vespo,
     "kl_cov": _kl_cov,
@@ -301,7 +364,9 @@ def opened(loss: Loss) -> Loss:
     """The loss without a clip or clamp of the ratio."""
     if loss.account == "dppo":
         return loss
-    return replace(loss, options={name: OPEN.get(name, value) for name, value in loss.options.items()})
+    return replace(
+        loss, options={name: OPEN.get(name, value) for name, value in loss.options.items()}
+    )
 
 
 def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,7 +393,10 @@ def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         value = descent(losses_bT)
         term = descent(loss.kl_coef * _kl_term(loss, t)) if loss.kl and t.ref is not None else 0.0
     clipped = (value == 0) & (tokens.advantages * tokens.weights != 0)
-    if loss.account in ("clip", "cispo"):  # by a whole response's ratio, and by a clamp, a clipped token trains too
+    if loss.account in (
+        "clip",
+        "cispo",
+    ):  # by a whole response's ratio, and by a clamp, a clipped token trains too
         clipped |= losses_bT.detach() != losses(opened(loss), tokens)
     return value + term, clipped & tokens.mask
 
@@ -367,7 +435,9 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
             "token-sum": ones_b,
             "seq-mean-token-sum": responses * ones_b,
             "seq-mean-token-mean": responses * own_b,
-            "seq-mean-token-sum-norm": responses * float(loss.norm or piece.width or batch.mask_BT.shape[1]) * ones_b,
+            "seq-mean-token-sum-norm": responses
+            * float(loss.norm or piece.width or batch.mask_BT.shape[1])
+            * ones_b,
         }[loss.aggregation]
         result.append(means * divisor_b[:, None])
     return result

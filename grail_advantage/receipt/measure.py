@@ -20,13 +20,19 @@ from torch.utils.hooks import RemovableHandle
 class Piece:
     """A micro-batch of an optimiser step, on one rank."""
 
-    rows_b: torch.Tensor  # (b,) int64: which responses of the rollout batch it holds, by their places there
+    rows_b: (
+        torch.Tensor
+    )  # (b,) int64: which responses of the rollout batch it holds, by their places there
     # As they went into the loss, detached; T as in Batch, or less, without positions at the end
     log_probs_bT: torch.Tensor
-    gradient_bT: torch.Tensor  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
+    gradient_bT: (
+        torch.Tensor
+    )  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
     update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
-    outside_b: torch.Tensor | None = None  # (b,) largest |g| at positions that T does not hold (prompt, padding)
+    outside_b: torch.Tensor | None = (
+        None  # (b,) largest |g| at positions that T does not hold (prompt, padding)
+    )
     width: int | None = None  # tokens that the padded micro-batch was wide in the loss; None: T
 
     def padded(self, width: int) -> Piece:
@@ -35,7 +41,9 @@ class Piece:
         log_probs_bT, gradient_bT = (
             pad(values, (0, width - length)) for values in (self.log_probs_bT, self.gradient_bT)
         )
-        return replace(self, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT, width=self.width or length)
+        return replace(
+            self, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT, width=self.width or length
+        )
 
 
 class Gradient:
@@ -47,7 +55,9 @@ class Gradient:
     def __init__(self, log_probs: torch.Tensor) -> None:
         self.log_probs = log_probs.detach()
         self.values: torch.Tensor | None = None
-        self._hook: RemovableHandle | None = log_probs.register_hook(self._add) if log_probs.requires_grad else None
+        self._hook: RemovableHandle | None = (
+            log_probs.register_hook(self._add) if log_probs.requires_grad else None
+        )
 
     def close(self) -> None:
         """Take the hook off; a backward after it is not read."""
@@ -76,7 +86,9 @@ class Watch:
         for gradient, *_ in self._read:
             gradient.close()
 
-    def read(self, log_probs_bT: torch.Tensor, rows_b: Any, *, rank: int = 0, scale: float = 1.0) -> None:
+    def read(
+        self, log_probs_bT: torch.Tensor, rows_b: Any, *, rank: int = 0, scale: float = 1.0
+    ) -> None:
         """Read the gradient of a micro-batch. Call it before the loss, with the tensor that goes into the loss.
 
         Args:
@@ -88,7 +100,9 @@ class Watch:
         rows_b = torch.as_tensor(rows_b, device="cpu")
         shape = tuple(log_probs_bT.shape)
         if len(shape) != 2 or shape[0] != len(rows_b):
-            raise ValueError(f"log_probs_bT has shape {shape} for {len(rows_b)} rows: give one row for each response")
+            raise ValueError(
+                f"log_probs_bT has shape {shape} for {len(rows_b)} rows: give one row for each response"
+            )
         self._read.append((Gradient(log_probs_bT), rows_b, self._update, rank, scale))
 
     def around(self, loss: Callable[..., Any], rows_b: Any, **named: Any) -> Callable[..., Any]:

@@ -34,7 +34,11 @@ _FINDING: dict[str, Any] = {
     **{"size": _NUMBER, "mismatch": bool, "tokens": int, "examples": list},
     **dict.fromkeys(("low", "high", "explains"), _NUMBER | None),
 }
-_EXAMPLE: dict[str, Any] = {"response": str, "token": int, **dict.fromkeys(("intended", "received"), _NUMBER | None)}
+_EXAMPLE: dict[str, Any] = {
+    "response": str,
+    "token": int,
+    **dict.fromkeys(("intended", "received"), _NUMBER | None),
+}
 """Types of the values, by name, of a record and its parts."""
 _UNTOLD = {"causes": "", "mismatch": True, "tokens": 0, "examples": [], "also": ""}
 """What a finding has that does not say it."""
@@ -42,7 +46,9 @@ Rollout = Callable[[int, int, str], str | None]
 """Name of a response on the report's page, by step, update and key."""
 
 
-def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, update, key: None) -> dict[str, Any]:
+def run_receipt(
+    records: Sequence[Record], rollout: Rollout = lambda step, update, key: None
+) -> dict[str, Any]:
     """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page."""
     lines: dict[tuple[bool, str], dict[str, Any]] = {}
     for record in records:
@@ -84,12 +90,16 @@ def run_receipt(records: Sequence[Record], rollout: Rollout = lambda step, updat
         "responses": [sum(counts) for counts in zip(*responses, strict=True)],
         "clipped": clipped,
         "losses": sorted({record["loss"] for record in records if record["loss"]}),
-        "seen_from": max((record["seen_from"] for record in records if record.get("seen_from")), default=None),
+        "seen_from": max(
+            (record["seen_from"] for record in records if record.get("seen_from")), default=None
+        ),
         "findings": [lines[key] for key in order],
     }
 
 
-def _example(line: Record, rollout: Rollout, response: Any, token: int, *values: float | None) -> dict[str, Any]:
+def _example(
+    line: Record, rollout: Rollout, response: Any, token: int, *values: float | None
+) -> dict[str, Any]:
     intended, received = (None if value is None else value + 0.0 for value in values)  # no -0.0
     example = {"response": response, "token": token + 1, "intended": intended, "received": received}
     texts = f"intended {_value(intended)}, received {_value(received)}"
@@ -182,9 +192,14 @@ def checked(record: Any) -> Record:
             finding = _UNTOLD | finding
         _check_types(finding, _FINDING)
         for example in finding.get("examples", ()):
-            _check_types(dict(zip(_EXAMPLE, example, strict=True)) if isinstance(example, list) else None, _EXAMPLE)
+            _check_types(
+                dict(zip(_EXAMPLE, example, strict=True)) if isinstance(example, list) else None,
+                _EXAMPLE,
+            )
     counts = record.get("responses")
-    if counts is not None and not (len(counts) == 2 and all(type(count) is int for count in counts)):
+    if counts is not None and not (
+        len(counts) == 2 and all(type(count) is int for count in counts)
+    ):
         raise ValueError(f"responses={counts!r:.40} is no pair of numbers")
     return record
 
@@ -210,7 +225,11 @@ def record_of(receipt: Receipt, loss: str, step: int, update: int = 0) -> dict[s
     record["updates"] = len(receipt.received_UBT)
     record["tokens"] = receipt.tokens
     record["trained"] = receipt.trained
-    return record | {"clipped": receipt.clipped, "seen_from": receipt.seen_from, "responses": receipt.responses}
+    return record | {
+        "clipped": receipt.clipped,
+        "seen_from": receipt.seen_from,
+        "responses": receipt.responses,
+    }
 
 
 def write(path: Path | str, receipt: Receipt, loss: str, step: int, update: int = 0) -> None:
@@ -255,7 +274,9 @@ def main(
         "something does not fit the loss, with 2 where there is nothing to read.",
     )
     parser.add_argument("run", type=Path, help=called)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the page")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the page"
+    )
     severities = ("mismatch", "note", "nothing")
     what = "end with 1 on a mismatch (default), on a note too, or never"
     parser.add_argument("--fail-on", choices=severities, default="mismatch", help=what)
@@ -274,7 +295,9 @@ def main(
         print(json.dumps(strict, indent=1))
     else:
         say(*page(options.run, run))
-    severe = [finding for finding in run["findings"] if finding["mismatch"] or options.fail_on == "note"]
+    severe = [
+        finding for finding in run["findings"] if finding["mismatch"] or options.fail_on == "note"
+    ]
     if options.fail_on != "nothing" and (severe or run["trained"] == 0):
         return 1
     return NOTHING if problems else 0

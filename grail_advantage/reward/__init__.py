@@ -23,7 +23,13 @@ import regex
 
 from grail_advantage.reward import _exact, _verify_pool
 from grail_advantage.reward._normal import WORDS, normal, read
-from grail_advantage.reward._truth import MAX_ANSWER_CHARS, check_ground_truths, gold_text, last_boxed, shown
+from grail_advantage.reward._truth import (
+    MAX_ANSWER_CHARS,
+    check_ground_truths,
+    gold_text,
+    last_boxed,
+    shown,
+)
 from grail_advantage.reward._words import same_units
 
 __all__ = ["check_ground_truths", "compute_score", "gold_text", "last_boxed"]
@@ -39,12 +45,18 @@ _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by
 
 logger = logging.getLogger(__name__)
 
-MAX_PRED_CHARS = 128  # longer predictions are cut in the returned dictionary, which verl keeps for each response
+MAX_PRED_CHARS = (
+    128  # longer predictions are cut in the returned dictionary, which verl keeps for each response
+)
 _PERCENT = re.compile(r" ?\\?%")
 _HUNDREDTHS = re.compile(rf"{_exact.PLAIN.pattern}(?={_PERCENT.pattern})")
-_E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
+_E_NOTATION = re.compile(
+    rf"(?<![A-Za-z0-9_.,])({_exact.UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])"
+)
 # Words, and a letter between digits: hours and minutes, a remainder, or a product that nobody writes so.
-_UNREADABLE = regex.compile(rf"{WORDS.pattern}|(?<![A-Za-z_^{{0-9.])[0-9.]+ ?(?![eE][-+]?[0-9])[A-Za-z] ?[0-9]")
+_UNREADABLE = regex.compile(
+    rf"{WORDS.pattern}|(?<![A-Za-z_^{{0-9.])[0-9.]+ ?(?![eE][-+]?[0-9])[A-Za-z] ?[0-9]"
+)
 # A name in front of an answer that math-verify cannot read.
 _NAME = re.compile(
     r"(?:m ?)?\\(?:angle|triangle|overline|widehat|measuredangle)(?![A-Za-z]) ?\{?[A-Z ]+\}? ?= ?(?=[^=]+$)"
@@ -74,7 +86,12 @@ def compute_score(
         gold = gold_text(ground_truth)
     except ValueError as error:
         index = extra_info.get("index") if isinstance(extra_info, dict) else None
-        _log("ground truth", "%s%s; its responses score 0", "" if index is None else f"row {index}: ", error)
+        _log(
+            "ground truth",
+            "%s%s; its responses score 0",
+            "" if index is None else f"row {index}: ",
+            error,
+        )
     try:
         answer = last_boxed(solution_str)
         if answer is not None and gold is not None:
@@ -82,7 +99,14 @@ def compute_score(
     except Exception as error:
         is_expected = isinstance(error, _verify_pool.VerifyFailed | ValueError)
         message = "no verdict on %.100r against %s: %s"
-        _log(str(error), message, answer, shown(ground_truth), error, exc_info=None if is_expected else error)
+        _log(
+            str(error),
+            message,
+            answer,
+            shown(ground_truth),
+            error,
+            exc_info=None if is_expected else error,
+        )
     return {
         "score": float(equal or False),
         "acc": float(equal or False),
@@ -94,11 +118,15 @@ def compute_score(
 
 def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
     """The first of a kind is a warning, further ones are for debugging."""
-    logger.log(logging.DEBUG if kind in _reported else logging.WARNING, message, *arguments, **options)
+    logger.log(
+        logging.DEBUG if kind in _reported else logging.WARNING, message, *arguments, **options
+    )
     _reported.add(kind)
 
 
-@lru_cache(maxsize=8192)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
+@lru_cache(
+    maxsize=8192
+)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
 def is_equal(gold: str, answer: str) -> bool:
     """Returns whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse, or
     has words or parts that nothing here can compare; grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave
@@ -106,10 +134,14 @@ def is_equal(gold: str, answer: str) -> bool:
     if not answer.strip():
         return False
     if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
-        raise ValueError(f"the ground truth or the answer has more than {MAX_ANSWER_CHARS} characters")
+        raise ValueError(
+            f"the ground truth or the answer has more than {MAX_ANSWER_CHARS} characters"
+        )
     gold_form = read(gold)
     answer_form = read(answer)
-    return _states(gold_form.text, answer_form.text) and same_units(gold_form.unit, answer_form.unit)
+    return _states(gold_form.text, answer_form.text) and same_units(
+        gold_form.unit, answer_form.unit
+    )
 
 
 def _states(gold: str, answer: str) -> bool:
@@ -133,7 +165,9 @@ def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
     0.2."""
     texts = (gold, answer)
     values = tuple(_PERCENT.sub("", text) for text in texts)
-    hundredths = tuple(_PERCENT.sub("", _HUNDREDTHS.sub(r"\\frac{\g<0>}{100}", text)) for text in texts)
+    hundredths = tuple(
+        _PERCENT.sub("", _HUNDREDTHS.sub(r"\\frac{\g<0>}{100}", text)) for text in texts
+    )
     scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in values)
     return [*dict.fromkeys((values, hundredths, scientific))]
 

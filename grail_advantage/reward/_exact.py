@@ -41,7 +41,9 @@ _LABEL = re.compile(rf"^[^/?]*-[^/?]*$|{_NO_NUMBER.pattern}")
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
 _FRACTION = rf"\\frac ?\{{ ?-? ?{UNSIGNED} ?\}} ?\{{ ?{UNSIGNED} ?\}}"
-PLAIN = re.compile(rf"[+-]? ?(?:{UNSIGNED}|{_FRACTION}|{UNSIGNED} ?/ ?{UNSIGNED})")  # a number or a fraction of two
+PLAIN = re.compile(
+    rf"[+-]? ?(?:{UNSIGNED}|{_FRACTION}|{UNSIGNED} ?/ ?{UNSIGNED})"
+)  # a number or a fraction of two
 
 
 # Between entries; nothing inside brackets separates.
@@ -50,7 +52,9 @@ _SEPARATOR = regex.compile(
     r"|[,;]|\\text\{ ?,? ?(?:and|or) ?\}|(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z])"
 )
 _TEXT = regex.compile(r"(?<!_ ?\{? ?)\\text\{([^{}]*)\}(?! ?=)")
-_NAMED = re.compile(r"((?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?: ?_ ?(?:\w|\{[^{}]*\}))?(?:\([^()]*\))?) ?= ?([^=]+)")
+_NAMED = re.compile(
+    r"((?:\\?[A-Za-z]+|\\text\{[^{}]*\})(?: ?_ ?(?:\w|\{[^{}]*\}))?(?:\([^()]*\))?) ?= ?([^=]+)"
+)
 _CLOCK = re.compile(r"[0-9]{1,2}(?::[0-5][0-9]){1,2}")
 
 
@@ -76,9 +80,15 @@ def choices(gold: str, answer: str) -> Found:
     choice is the text after its letter."""
     gold_letter, gold_rest = _choice(gold)
     answer_letter, answer_rest = _choice(answer)
-    if gold == f"({gold_letter})":  # in brackets it is no variable, so that its case does not matter
+    if (
+        gold == f"({gold_letter})"
+    ):  # in brackets it is no variable, so that its case does not matter
         answer_letter = answer_letter or answer.strip("()").upper()
-    if gold_letter and answer_letter and (gold_letter != answer_letter or not gold_rest or not answer_rest):
+    if (
+        gold_letter
+        and answer_letter
+        and (gold_letter != answer_letter or not gold_rest or not answer_rest)
+    ):
         return gold_letter == answer_letter
     return gold_rest or gold, answer_rest or answer
 
@@ -158,7 +168,9 @@ def _words(text: str) -> set[str]:
     separators = "[.'()-]" if "\\text{" in text else "$^"
     entries = [
         re.sub(separators, " ", entry).split()
-        for entry in _ENTRIES.split(re.sub(r"\b(?:the|an?) (?=[a-z])", "", _WRAPPED.sub(r"\1", text)))
+        for entry in _ENTRIES.split(
+            re.sub(r"\b(?:the|an?) (?=[a-z])", "", _WRAPPED.sub(r"\1", text))
+        )
     ]
     words = {"".join(map(singular, entry)) for entry in entries if entry}
     return words if "".join(words).isalpha() else set()
@@ -209,7 +221,9 @@ def ratios(gold: str, answer: str) -> Found:
         raise ValueError("a ratio stands beside another answer")
     if all(map(_CLOCK.fullmatch, texts)) or not any(":" in text for text in texts):
         return _tuple(sides[0]), _tuple(sides[1])
-    first, second = (_tuple(f"\\frac{{{part}}}{{{side[0]}}}" for part in side[1:]) for side in sides)
+    first, second = (
+        _tuple(f"\\frac{{{part}}}{{{side[0]}}}" for part in side[1:]) for side in sides
+    )
     return first, second
 
 
@@ -221,7 +235,9 @@ def keyed_parts(gold: str, answer: str) -> Found:
         return None
     gold_keys, answer_keys = (Counter(part.key for part in side) for side in sides)
     has_words = WORDS.search(gold) or WORDS.search(answer)
-    if has_words and (gold_keys != answer_keys or ("or" in words_of(gold)) != ("or" in words_of(answer))):
+    if has_words and (
+        gold_keys != answer_keys or ("or" in words_of(gold)) != ("or" in words_of(answer))
+    ):
         raise ValueError("the words cannot be compared")
     if len(gold_keys) == len(answer_keys) == 1 and gold_keys.keys() == answer_keys.keys():
         return _lists(*sides)
@@ -255,7 +271,9 @@ def _lists(*sides: list[Part]) -> Found:
     counts = [Counter(part.value for part in side) for side in sides]
     if max(map(len, counts)) > 1 and any(count.total() > len(count) for count in counts):
         # 1, 1, 3 becomes (1,2), (3,1); as a set of values it would be 1, 3.
-        first, second = (", ".join(f"({value},{times})" for value, times in count.items()) for count in counts)
+        first, second = (
+            ", ".join(f"({value},{times})" for value, times in count.items()) for count in counts
+        )
     elif sides[0][0].key or sides[1][0].key:
         first, second = map(", ".join, counts)
     else:

@@ -21,7 +21,9 @@ Match: TypeAlias = "regex.Match[str]"
 
 # In patterns: (?!\pL) ends the name of a command; a named group may occur in several alternatives.
 _UPRIGHT = "text|textrm|textnormal|textup|mathrm|mbox|hbox|textsf|texttt|mathsf|mathtt"
-_FONTS = f"{_UPRIGHT}|textbf|textit|emph|underline|mathbf|mathit|mathnormal|boldsymbol|bm|pmb|ensuremath"
+_FONTS = (
+    f"{_UPRIGHT}|textbf|textit|emph|underline|mathbf|mathit|mathnormal|boldsymbol|bm|pmb|ensuremath"
+)
 _BRACED = r"(?P<braced>\{(?P<inside>(?:[^{}]++|(?&braced))*+)\})"
 _PARENS = r"(?P<parens>\((?P<under>(?:[^()]++|(?&parens))*+)\))"
 _FONT = regex.compile(rf"\\(?:{_FONTS})(?: ?{_BRACED}| (?P<inside>[A-Za-z0-9]))")
@@ -49,7 +51,9 @@ _ROOT = regex.compile(
 _NOT_IN_WORDS = r"\\(?:text|unit) ?\{[^{}]*\}(*SKIP)(*FAIL)|"
 _JOINT = r"\\text\{ ?,? ?(?:and|or) ?\}"
 TO = regex.compile(r"\\text\{ ?to ?\}")
-WORDS = regex.compile(rf"(?<!_ ?\{{? ?)(?!{_JOINT})\\text\{{[^{{}}]*[A-Za-z]{{2}}[^{{}}]*\}}(?! ?=)")
+WORDS = regex.compile(
+    rf"(?<!_ ?\{{? ?)(?!{_JOINT})\\text\{{[^{{}}]*[A-Za-z]{{2}}[^{{}}]*\}}(?! ?=)"
+)
 """Words in a normal form: neither an index, nor a name in front of ``=``, nor ``and`` or ``or``."""
 _PER = r"(?: ?/ ?[A-Za-z]{1,6}(?:\^[0-9])?)?"
 _ENDS = rf"(?= ?(?:\.? ?$|[,;:)\]=}}0-9^]|\\(?:[}}]|pm(?!\pL)|text)|{_JOINT}|and(?!\pL)|or(?!\pL)))"
@@ -65,7 +69,9 @@ _BARE_WORDS = (
     rf"|(?<=[0-9)}}%] ?|\\[a-z]+ ){_SHORT_WORDS})(?![A-Za-z(])"
     r"(?: (?!(?:and|or)(?!\pL))(?:[A-Za-z][A-Za-z]+|a)(?![A-Za-z(]))*"
 )
-_LETTER = r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"  # of a choice, behind which words are the answer
+_LETTER = (
+    r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"  # of a choice, behind which words are the answer
+)
 _UNIT = rf"\\text\{{(?:[^{{}}0-9]|\^ ?\{{? ?-?[0-9] ?\}}?|(?<=[a-z])[23](?= ?\}}))+\}}{_POWER}"
 _UNITS = (
     rf"(?<=[0-9}})\]a-zA-Z|.!%] ?)(?<!{_LETTER}) ?(?:{_UNIT}|\\frac ?\{{ ?{_UNIT} ?\}} ?\{{ ?{_UNIT} ?\}})"
@@ -103,9 +109,9 @@ def _with_commas(match: Match) -> str:
 
 def _without_font(match: Match) -> str:
     inside = _FONT.sub(_without_font, match["inside"])
-    is_words = regex.fullmatch("[(]?[A-Za-z][A-Za-z0-9 .,;:'()-]*", inside.strip()) and regex.search(
-        "[A-Za-z]{2}", inside
-    )
+    is_words = regex.fullmatch(
+        "[(]?[A-Za-z][A-Za-z0-9 .,;:'()-]*", inside.strip()
+    ) and regex.search("[A-Za-z]{2}", inside)
     return f"\\text{{{inside}}}" if is_words else inside
 
 
@@ -308,7 +314,10 @@ def read(text: str) -> Form:
     text has more than :data:`LONGEST` characters in LaTeX."""
     if not text.isascii():
         # Before the single characters: NFKC makes a plain 2 of a raised one.
-        text = _RAISED.sub(lambda run: f"{'^' if run['up'] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
+        text = _RAISED.sub(
+            lambda run: f"{'^' if run['up'] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}",
+            text,
+        )
         text = "".join(char if char.isascii() else _in_ascii(char) for char in text)
     text = " ".join(text.split())
     if len(text) > LONGEST:
@@ -318,7 +327,9 @@ def read(text: str) -> Form:
     units = [tuple(match["words"].split()) for match in _MARKED.finditer(text)]
     bare = _MARKED.sub("", text)
     # Words that differ, such as those of feet and inches, are compared with their numbers.
-    if len({tuple(map(fold, unit)) for unit in units}) > 1 or (units and WORDS.search(TO.sub(":", bare))):
+    if len({tuple(map(fold, unit)) for unit in units}) > 1 or (
+        units and WORDS.search(TO.sub(":", bare))
+    ):
         bare = _MARKED.sub(r"\\text{ \g<words>}", text)
         units = []
     return Form(" ".join(bare.split()), units[0] if units else ())

@@ -21,10 +21,14 @@ from grail_advantage.reward._normal import normal
 
 logger = logging.getLogger(__name__)
 
-MAX_ANSWER_CHARS = 1000  # longer texts count as incorrect without being parsed: math-verify takes seconds for them
+MAX_ANSWER_CHARS = (
+    1000  # longer texts count as incorrect without being parsed: math-verify takes seconds for them
+)
 _REMEDY = "give text, a number or a list of them"
 _NOTHING = re.compile(r"(?i)\[?\s*(?:nan|null|<na>|nat|)\s*\]?|\{\s*\}|\(\s*\)")
-_QUOTED = re.compile(r"[\[({]*\s*(['\"]).*\1\s*[\])}]*|\{\s*['\"].*:.*\}|\[.*\b(?:null|None|NaN)\b.*\]", re.DOTALL)
+_QUOTED = re.compile(
+    r"[\[({]*\s*(['\"]).*\1\s*[\])}]*|\{\s*['\"].*:.*\}|\[.*\b(?:null|None|NaN)\b.*\]", re.DOTALL
+)
 _LATEX = re.compile(r"(?<!\\)(?:\\\\)*\\(?!u[0-9a-fA-F]{4}|[\\\"'/])")
 
 
@@ -126,7 +130,8 @@ def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
             faults[row] = shown(truth)
     if faults:
         examples = ", ".join(
-            [f"row {row} ({fault})" for row, fault in faults.items()][:5] + ["..."] * (len(faults) > 5)
+            [f"row {row} ({fault})" for row, fault in faults.items()][:5]
+            + ["..."] * (len(faults) > 5)
         )
         message = f"{source}: {len(faults)} of {row + 1} ground truths cannot be used, counted from row 0: {examples}; "
         message += f"{_REMEDY}. No response to these rows is right"

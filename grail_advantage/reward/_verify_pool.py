@@ -37,7 +37,9 @@ class _Server:
         self._cpu_seconds = cpu_seconds()
         self.connections, other_ends = zip(*(Pipe() for _ in range(_WORKERS)), strict=True)
         descriptors = [end.fileno() for end in other_ends]
-        environment = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
+        environment = {
+            name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT), str(self._cpu_seconds), *map(str, descriptors)],
             stdin=subprocess.DEVNULL,
@@ -66,7 +68,9 @@ class _Server:
             self._idle.put(connection)
         if verdict not in (None, "killed"):
             return verdict
-        if (status := self.process.wait()) > 0:  # it would turn every reward to 0, and is logged louder
+        if (
+            status := self.process.wait()
+        ) > 0:  # it would turn every reward to 0, and is logged louder
             raise RuntimeError(f"{_SCRIPT} ended with status {status}; its error output says why")
         return None
 
@@ -82,7 +86,9 @@ def cpu_seconds() -> float:
     with suppress(ValueError):
         value = float(text)
     if not 0 < value < 1000:
-        raise ValueError(f"{_SECONDS_VARIABLE}={text!r}: set the variable to a positive number, or unset it (3.0)")
+        raise ValueError(
+            f"{_SECONDS_VARIABLE}={text!r}: set the variable to a positive number, or unset it (3.0)"
+        )
     return value
 
 

@@ -38,17 +38,23 @@ MEMORY = 1 << 30  # bytes that a worker may map beyond those that it starts with
 CLOSED = 3  # status of a worker whose connection has no other end any more
 _COMPARISONS = 5000  # of one worker, which grows by some kB with each: caches of sympy and ANTLR
 
-_NORMALIZATION = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
+_NORMALIZATION = NormalizationConfig(
+    basic_latex=True, malformed_operators=True, nits=True, boxed="none"
+)
 # math-verify reads these in part: a box among others, dots, the digits of a numeral without its base, a name's letters;
 # or as something else: ``n!!`` as ``(n!)!``, and the exponent ``T`` of what is no matrix as nothing.
 _IN_PART = re.compile(
     r"\\(?:boxed|fbox|angle|triangle|overline|[lcdv]?dots)(?![A-Za-z])|\.\.\.|[#@?]|[0-9]\)? ?_|[0-9]'"
     r"|(?<![_^0-9.])[0-9.]+ [0-9]|! ?!|(?<!matrix\})\^ ?(?:T|\{ ?T ?\}|\{? ?\\top(?![A-Za-z]))"
 )
-_LETTER_I = re.compile(r"\\(?:text|operatorname|begin|end|hat|vec|bar) ?\{[^{}]*\}|\\[A-Za-z]+|[iI]")
+_LETTER_I = re.compile(
+    r"\\(?:text|operatorname|begin|end|hat|vec|bar) ?\{[^{}]*\}|\\[A-Za-z]+|[iI]"
+)
 # Inequalities that math-verify would take for a list without order, or compare in their order
 _CONDITIONS = re.compile(r"(?:[<>]|\\[lg]eq?(?![a-z])).*(?:\b(?:and|or)\b|>|\\geq?(?![a-z]))")
-_INDEX_I = re.compile(r"_ ?(?:i|\{[^{}]*i)|(?<![A-Za-z\\])i ?(?:[=<>]|\\(?:[lg]eq?|in)(?![A-Za-z]))")
+_INDEX_I = re.compile(
+    r"_ ?(?:i|\{[^{}]*i)|(?<![A-Za-z\\])i ?(?:[=<>]|\\(?:[lg]eq?|in)(?![A-Za-z]))"
+)
 
 
 @lru_cache(maxsize=256)
@@ -57,9 +63,13 @@ def _read(text: str, with_unit: bool, is_real: bool) -> Any:
     can read, so that ``1 \\mid 5`` states 5."""
     if _IN_PART.search(text) or not all(map(_is_whole, re.findall(r"\\[A-Za-z]+", text))):
         return None
-    if with_unit:  # ``i`` as math-verify spells the imaginary unit, ``I``, and a letter ``I`` as another one
+    if (
+        with_unit
+    ):  # ``i`` as math-verify spells the imaginary unit, ``I``, and a letter ``I`` as another one
         # In braces, as the grammar drops the exponent of a bare ``I``: ``i^2`` would be ``i``.
-        text = _LETTER_I.sub(lambda match: {"i": "{I}", "I": r"\iota "}.get(match[0], match[0]), text)
+        text = _LETTER_I.sub(
+            lambda match: {"i": "{I}", "I": r"\iota "}.get(match[0], match[0]), text
+        )
     try:
         text = normalize_latex(text, _NORMALIZATION)
         reading = latex2sympy(
@@ -79,10 +89,18 @@ def _solutions(text: str) -> sympy.Set | None:
     variables: set[sympy.Symbol] = set()
     union = []
     with suppress(Exception):
-        for part in re.split(r"\\text\{ ?or ?\}|\bor\b", re.sub(r"[A-Za-z] ?\\in(?![A-Za-z])", "", text)):
-            readings = [_read(condition, True, True) for condition in re.split(r"\\text\{ ?and ?\}|\band\b", part)]
+        for part in re.split(
+            r"\\text\{ ?or ?\}|\bor\b", re.sub(r"[A-Za-z] ?\\in(?![A-Za-z])", "", text)
+        ):
+            readings = [
+                _read(condition, True, True)
+                for condition in re.split(r"\\text\{ ?and ?\}|\band\b", part)
+            ]
             variables.update(*(reading.free_symbols for reading in readings))
-            sets = [reading if isinstance(reading, sympy.Set) else reading.as_set() for reading in readings]
+            sets = [
+                reading if isinstance(reading, sympy.Set) else reading.as_set()
+                for reading in readings
+            ]
             union.append(sympy.Intersection(*sets))
         return sympy.Union(*union) if len(variables) < 2 else None
     return None
@@ -118,8 +136,13 @@ def _states_no_value(reading: Any) -> bool:
     side = first.lhs if isinstance(first, Eq) else None
     if not isinstance(side, Expr) or side.is_number or isinstance(side, sympy.Derivative):
         return False
-    factors = (factor.base if factor.is_Pow and factor.exp == -1 else factor for factor in sympy.Mul.make_args(side))
-    return any(factor.is_number or not (factor.is_Symbol or factor.is_Function) for factor in factors)
+    factors = (
+        factor.base if factor.is_Pow and factor.exp == -1 else factor
+        for factor in sympy.Mul.make_args(side)
+    )
+    return any(
+        factor.is_number or not (factor.is_Symbol or factor.is_Function) for factor in factors
+    )
 
 
 def equal(gold: str, answer: str) -> bool | str:
@@ -142,7 +165,9 @@ def equal(gold: str, answer: str) -> bool | str:
     if isinstance(size, Float):
         # 1.6e-19 gets 15 decimals more, 21, the last three of which are its digits.
         rounding += max(0, -patches.magnitude(size) - 4)
-    return bool(verify(*sides, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
+    return bool(
+        verify(*sides, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None)
+    )
 
 
 def compare(gold: str, answer: str, cpu_seconds: float) -> bool | str:
@@ -180,7 +205,13 @@ def confine() -> None:
     for option, value in ((1, signal.SIGKILL), (38, 1)):  # PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for name, limit in {"AS": mapped + MEMORY, "FSIZE": 0, "CORE": 0, "NPROC": 0, "NOFILE": 64}.items():
+    for name, limit in {
+        "AS": mapped + MEMORY,
+        "FSIZE": 0,
+        "CORE": 0,
+        "NPROC": 0,
+        "NOFILE": 64,
+    }.items():
         with suppress(ValueError):  # lower already
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -189,10 +220,17 @@ def confine() -> None:
 
 def main(cpu_seconds: float, connections: list[Connection]) -> None:
     """Fork a worker for each connection, and replace each that ends; a request that it leaves gets the reason."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole process group; the parent decides
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first use of math-verify loads half of sympy, which must not count against the first answer.
-    for pair in (("\\frac{x}{2}", "0.5x"), ("\\sqrt{12}", "2\\sqrt{3}"), ("\\{1, 2\\}", "2, 1"), ("(0, 1]", "x=3")):
+    for pair in (
+        ("\\frac{x}{2}", "0.5x"),
+        ("\\sqrt{12}", "2\\sqrt{3}"),
+        ("\\{1, 2\\}", "2, 1"),
+        ("(0, 1]", "x=3"),
+    ):
         equal(*pair)
     gc.freeze()  # a worker that looked for garbage in what they share would copy its pages
     ends = {
@@ -212,7 +250,9 @@ def main(cpu_seconds: float, connections: list[Connection]) -> None:
         if code == CLOSED:  # with the program; the other workers end with this process
             os._exit(0)
         if code != 0:
-            connection.send_bytes(json.dumps(ends.get(code, f"the worker ended with status {code}")).encode())
+            connection.send_bytes(
+                json.dumps(ends.get(code, f"the worker ended with status {code}")).encode()
+            )
 
 
 if __name__ == "__main__":

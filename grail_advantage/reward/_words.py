@@ -18,7 +18,9 @@ degree deg|radian rad|celsius c|fahrenheit f|kelvin k|newton n|joule j|watt w|vo
 tesla t|pascal pa|kpa|mpa|ev|kev|mev|erg|mole mol|dollar usd|cent|euro|rupee|yuan|yen|acre|hectare|kph|kmh|knot|calorie cal
 bit|byte|unit|square sq|cubic cu|person people|man men|woman women|child children|way|term|triangle|mouse mice|tooth teeth
 fish|sheep|candy|staff|money|dice|per"""
-_MEASURE_OF = {word: group.split()[0] for group in regex.split(r"[|\n]", _MEASURES) for word in group.split()}
+_MEASURE_OF = {
+    word: group.split()[0] for group in regex.split(r"[|\n]", _MEASURES) for word in group.split()
+}
 # A word of direction or kind may be left out, but of two none is the other.
 _OPPOSED = """\
 north|south|east|west|northeast|northwest|southeast|southwest|left|right|up|down|upward|downward|early|late|earlier|later
@@ -43,7 +45,9 @@ _UNIT = regex.compile(
     rf"(?<![\\A-Za-z])(?:(?i:(?:{'|'.join(_MEASURE_OF)}|{_OPPOSED})s?|[a-z]{{2,}}[^\W\ds]s)(?![A-Za-z])|(?<=\{{ ?)of )"
 )
 _LETTER = regex.compile(r"(?<![\\A-Za-z'])(?![mgslLhNJWVAKCFT])[A-Za-z](?![A-Za-z])(?<!. a)")
-_ONE = regex.compile(r"(?<![0-9.,])(?:1|0?\.[0-9]+|[0-9]+/[0-9]+) ?$|\\frac ?\{[^{}]*\} ?\{[^{}]*\} ?$|% ?$")
+_ONE = regex.compile(
+    r"(?<![0-9.,])(?:1|0?\.[0-9]+|[0-9]+/[0-9]+) ?$|\\frac ?\{[^{}]*\} ?\{[^{}]*\} ?$|% ?$"
+)
 _WORD = regex.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:'[a-z]+)?")
 
 
@@ -74,7 +78,10 @@ def is_unit(match: regex.Match[str]) -> bool:
 def same_units(gold_words: Sequence[str], answer_words: Sequence[str]) -> bool:
     """Returns whether the units of two equal answers can be the same: beside measures one has no words, or all words of
     the other in their order. ValueError: the words differ, as ``roots`` and ``solutions`` do."""
-    sides = [[word for word in map(fold, words) if word not in _MEASURE_OF] for words in (gold_words, answer_words)]
+    sides = [
+        [word for word in map(fold, words) if word not in _MEASURE_OF]
+        for words in (gold_words, answer_words)
+    ]
     shorter, longer = sorted(sides, key=len)
     rest = iter(longer)
     if all(word in rest for word in shorter):

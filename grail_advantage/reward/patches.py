@@ -14,7 +14,9 @@ from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import grader
 from sympy import Expr, Float, Symbol
 
-EXACT_DIGITS = 1000  # to which numbers that are not rational are compared, beyond those before the point
+EXACT_DIGITS = (
+    1000  # to which numbers that are not rational are compared, beyond those before the point
+)
 
 _inherited_numeric_eq = grader.sympy_numeric_eq
 _inherited_symbolic_eq = grader.sympy_symbolic_eq
@@ -50,11 +52,20 @@ def numeric_eq(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> b
         if first.is_Rational and second.is_Rational:
             return bool(first == second)
         sizes = [abs(number).evalf(3) for number in (first, second)]
-        digits = EXACT_DIGITS + max([abs(magnitude(size)) for size in sizes if size.is_Float], default=0)
+        digits = EXACT_DIGITS + max(
+            [abs(magnitude(size)) for size in sizes if size.is_Float], default=0
+        )
         difference = (first - second).evalf(2, maxn=digits)
-        if difference.is_number and all(part.is_Rational or part.is_Float for part in difference.as_real_imag()):
+        if difference.is_number and all(
+            part.is_Rational or part.is_Float for part in difference.as_real_imag()
+        ):
             return all(map(_is_nothing, difference.as_real_imag()))
-    elif isinstance(a, Expr) and isinstance(b, Expr) and a.free_symbols | b.free_symbols and not (a - b).has(Float):
+    elif (
+        isinstance(a, Expr)
+        and isinstance(b, Expr)
+        and a.free_symbols | b.free_symbols
+        and not (a - b).has(Float)
+    ):
         return False  # math-verify goes on to simplify the difference
     return bool(_inherited_numeric_eq(a, b, float_rounding, numeric_precision))
 
@@ -90,7 +101,9 @@ def magnitude(size: Float) -> int:
 def _is_nothing(part: Any) -> bool:
     """Returns whether a part of a difference is 0, known to no digit, or below :data:`EXACT_DIGITS`, where rounding
     is."""
-    return bool(part == 0 or (part.is_Float and (part._prec == 1 or magnitude(part) < -EXACT_DIGITS)))
+    return bool(
+        part == 0 or (part.is_Float and (part._prec == 1 or magnitude(part) < -EXACT_DIGITS))
+    )
 
 
 def _exact(number: Any) -> Any:
@@ -100,11 +113,15 @@ def _exact(number: Any) -> Any:
     if not isinstance(number, Expr) or not number.is_number or number.has(*methods):
         return None
     # By its digits: 0.1 is 1/10, and not the binary number next to it.
-    return number.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in number.atoms(Float)}).doit()
+    return number.xreplace(
+        {decimal: sympy.Rational(str(decimal)) for decimal in number.atoms(Float)}
+    ).doit()
 
 
 _Latex2Sympy.convert_postfix_list = product
-grader.INVERSE_RELATIONS[sympy.Ne] = sympy.Ne  # it has no entry, so that `x\ne 2` and `2\ne x` would raise KeyError
+grader.INVERSE_RELATIONS[sympy.Ne] = (
+    sympy.Ne
+)  # it has no entry, so that `x\ne 2` and `2\ne x` would raise KeyError
 grader.sympy_numeric_eq = numeric_eq
 grader.sympy_symbolic_eq = symbolic_eq
 grader.sympy_compare_symbols = compare_symbols

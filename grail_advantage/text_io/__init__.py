@@ -24,7 +24,9 @@ LARGEST_JSON = 2**26
 """One JSON value has at most so many bytes; its objects take many times as much."""
 DEEPEST = 100
 """Lists and objects within each other, at most: what reads a value calls itself for each."""
-_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 309 else float(digits))
+_DECODER = json.JSONDecoder(
+    parse_int=lambda digits: int(digits) if len(digits) < 309 else float(digits)
+)
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories of controls, formats, halves of surrogate pairs, and characters that nobody has assigned."""
 _SUSPECT = re.compile(r"[^\x20-\x7e\u00a1-\u00ac\u00ae-\u02ff\u0370-\u0377]")
@@ -49,7 +51,11 @@ def plain_file(path: Path, limit: float = math.inf) -> Path:
 
 def open_plain(path: Path, limit: float = math.inf) -> BinaryIO:
     """A :func:`plain_file`, open for reading, which never waits; the log of the kernel is an empty one."""
-    return open(plain_file(path, limit), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    return open(
+        plain_file(path, limit),
+        "rb",
+        opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK),
+    )
 
 
 def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
@@ -132,9 +138,15 @@ def complain(command: str, *lines: str) -> None:
     say(*(f"{command}: {line}" for line in lines), file=sys.stderr)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: int | None = None) -> list[str]:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], right: int | None = None
+) -> list[str]:
     """Lines of a Markdown table; columns from ``right`` on are set flush right."""
-    rule = ["--:" if right is not None and column >= right else "---" for column in range(len(head))]
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]]
+    rule = [
+        "--:" if right is not None and column >= right else "---" for column in range(len(head))
+    ]
+    cells = [
+        [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]
+    ]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]

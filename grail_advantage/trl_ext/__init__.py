@@ -3,7 +3,9 @@
 import importlib.util
 
 if importlib.util.find_spec("trl") is None:
-    raise ImportError("grail_advantage.trl_ext needs TRL; run `pip install 'grail-advantage[trl]'`, see docs/trl.md")
+    raise ImportError(
+        "grail_advantage.trl_ext needs TRL; run `pip install 'grail-advantage[trl]'`, see docs/trl.md"
+    )
 
 from grail_advantage.trl_ext.trainer import TokenWeightGRPOTrainer
 

@@ -20,8 +20,22 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.api import PlainHost
-from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed, outcome_of
-from grail_advantage.dump import METRICS_FILE, DumpOptions, MetricsFile, StepDump, received_table, tolerant
+from grail_advantage.data import (
+    OF_POLICY,
+    OLD_LOG_PROBS,
+    ROLLOUT_LOG_PROBS,
+    Rollouts,
+    Weighed,
+    outcome_of,
+)
+from grail_advantage.dump import (
+    METRICS_FILE,
+    DumpOptions,
+    MetricsFile,
+    StepDump,
+    received_table,
+    tolerant,
+)
 from grail_advantage.effect import effect_figures
 from grail_advantage.locks import hold, let_go
 from grail_advantage.methods.turn_rewards import rewards_label
@@ -32,7 +46,12 @@ from grail_advantage.weigh import with_columns
 
 logger = logging.getLogger(__name__)
 
-GROUND_TRUTHS = ("solution", "ground_truth", "answer", "gold")  # columns with the correct answer; the first is shown
+GROUND_TRUTHS = (
+    "solution",
+    "ground_truth",
+    "answer",
+    "gold",
+)  # columns with the correct answer; the first is shown
 ROWS = "receipt_rows"  # numbers of a generation batch's responses, which TRL shuffles and splits along with it
 COLUMNS = {  # of the receipt's batch, by TRL's names
     "advantages_BT": "advantages",
@@ -49,7 +68,9 @@ def dump_options(token_dump: str | os.PathLike[str] | Mapping[str, Any]) -> Dump
     if isinstance(token_dump, Mapping):
         section = dict(token_dump)
     if not section.get("folder"):
-        raise ValueError(f"token_dump={token_dump!r} must be a folder, or have folder, every, responses and received")
+        raise ValueError(
+            f"token_dump={token_dump!r} must be a folder, or have folder, every, responses and received"
+        )
     folder = Path(section["folder"]).expanduser().absolute()
     return DumpOptions.of_section("token_dump", {**section, "folder": folder})
 
@@ -88,7 +109,9 @@ class Generation:
     columns: dict[str, Tensor] = field(default_factory=dict)  # (B, T) each
     # Of each micro-batch its gradient, its rows, those of them that went through the model, its update, and the scale
     read: list[tuple[Gradient, Tensor, Tensor, int, float]] = field(default_factory=list)
-    measured: tuple[list[int], Rollouts] | None = None  # rows, with log-probabilities before the update, for its effect
+    measured: tuple[list[int], Rollouts] | None = (
+        None  # rows, with log-probabilities before the update, for its effect
+    )
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """Micro-batches with a backward, on the CPU; a response that was left out has gradient 0 and ratio 1."""
@@ -97,7 +120,9 @@ class Generation:
                 continue
             rows = rows.cpu()
             is_trained = torch.isin(rows, trained_rows.cpu())
-            log_probs = torch.zeros(len(rows), gradient.log_probs.shape[1], dtype=gradient.log_probs.dtype)
+            log_probs = torch.zeros(
+                len(rows), gradient.log_probs.shape[1], dtype=gradient.log_probs.dtype
+            )
             received = torch.zeros_like(log_probs)
             if "old_log_probs_BT" in self.columns:
                 log_probs.copy_(self.columns["old_log_probs_BT"][rows])
@@ -110,17 +135,24 @@ class GenerationDump(TrainerCallback):
     """Writes responses of a trainer's generation batches, and their receipts, from the main process; ``host`` gives the
     model with some of its responses. OSError: the folder cannot be made."""
 
-    def __init__(self, trainer: GRPOTrainer, options: DumpOptions, host: Callable[[Rollouts], PlainHost]) -> None:
+    def __init__(
+        self, trainer: GRPOTrainer, options: DumpOptions, host: Callable[[Rollouts], PlainHost]
+    ) -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         args = trainer.args
         self._trainer = trainer
         self._options = options
         self._host = host
         self.folder = options.folder
-        self._reads = options.received and args.steps_per_generation % args.gradient_accumulation_steps == 0
+        self._reads = (
+            options.received and args.steps_per_generation % args.gradient_accumulation_steps == 0
+        )
         if options.received and not self._reads:
             remedy = "make steps_per_generation a multiple of gradient_accumulation_steps"
-            logger.warning("token dump: what tokens receive is not read, as updates mix generations; %s", remedy)
+            logger.warning(
+                "token dump: what tokens receive is not read, as updates mix generations; %s",
+                remedy,
+            )
         self._metrics_path = Path(args.output_dir, METRICS_FILE).absolute()
         # Until a training begins, and on all processes but the main one, figures go nowhere.
         self._metrics = MetricsFile(os.devnull, -1)
@@ -137,7 +169,9 @@ class GenerationDump(TrainerCallback):
             self._options,
             trainer.processing_class,
             # 16 micro-batches an update, of generations of 8 in one epoch: 2 of these in an update.
-            updates=math.ceil(args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)),
+            updates=math.ceil(
+                args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
+            ),
             model=trainer.accelerator.unwrap_model(trainer.model).config.name_or_path,
             temperature=trainer.temperature,
         )
@@ -148,7 +182,9 @@ class GenerationDump(TrainerCallback):
                 set_aside(self.folder, self._metrics_path)
             self._metrics = MetricsFile(self._metrics_path, state.global_step or -1)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any
+    ) -> None:
         """Add a line of figures, under TRL's names."""
         if state.is_world_process_zero:
             self._metrics.add(state.global_step, logs)
@@ -159,7 +195,9 @@ class GenerationDump(TrainerCallback):
             self.finish_receipt()
         let_go(self.folder)
 
-    def write(self, w: Weighed, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: Tensor) -> None:
+    def write(
+        self, w: Weighed, inputs: list[dict[str, Any]], output: dict[str, Any], advantages: Tensor
+    ) -> None:
         """Write this process's responses of a generation batch, and begin to read its updates. ``inputs``: their rows of
         the data set; ``output``: TRL's batch, which gets their numbers; ``advantages``: (B, T) after weighting. A
         collective."""
@@ -170,7 +208,10 @@ class GenerationDump(TrainerCallback):
         self._update = self._update + 1 if step == self._step else 0
         self._step = step
         is_main = trainer.accelerator.is_main_process
-        groups = [place // trainer.num_generations for place in range(len(r) * trainer.accelerator.num_processes)]
+        groups = [
+            place // trainer.num_generations
+            for place in range(len(r) * trainer.accelerator.num_processes)
+        ]
         chosen = None
         if is_main:  # one chooses for all, so that they gather the same responses
             chosen = self._dump.choose(step, self._update, groups, [True] * len(groups))
@@ -192,7 +233,9 @@ class GenerationDump(TrainerCallback):
             if rows:
                 part = w.part(rows)
                 places = part.rollouts.places
-                columns = dict(with_columns(part.rollouts, OF_POLICY, self._host(part.rollouts)).columns)
+                columns = dict(
+                    with_columns(part.rollouts, OF_POLICY, self._host(part.rollouts)).columns
+                )
                 sampled = output.get("sampling_per_token_logps")  # of vLLM, or of rollout_func
                 if sampled is not None:
                     columns[ROLLOUT_LOG_PROBS] = sampled[rows, : part.advantages.shape[1]].float()
@@ -214,7 +257,10 @@ class GenerationDump(TrainerCallback):
     def _facts(self, inputs: list[dict[str, Any]], places: Sequence[int]) -> dict[str, list[Any]]:
         """What the dump says of some responses, by their rows of the data set."""
         column = self._trainer.call_rewards
-        rewards = [value if math.isfinite(value) else None for value in self._trainer.reward_sums[places].tolist()]
+        rewards = [
+            value if math.isfinite(value) else None
+            for value in self._trainer.reward_sums[places].tolist()
+        ]
         facts: dict[str, list[Any]] = {"reward": rewards, "outcome": list(map(outcome_of, rewards))}
         facts["labels"] = []
         facts["ground_truth"] = []
@@ -223,7 +269,9 @@ class GenerationDump(TrainerCallback):
             facts["labels"].append({"turn_rewards": turn_rewards} if turn_rewards else {})
             truths = [row[name] for name in GROUND_TRUTHS if row.get(name) is not None]
             truth = tolerant(str, truths[0]) if truths else None
-            facts["ground_truth"].append(truth and truth.rsplit("####", 1)[-1].strip())  # not GSM8K's whole solution
+            facts["ground_truth"].append(
+                truth and truth.rsplit("####", 1)[-1].strip()
+            )  # not GSM8K's whole solution
         return facts
 
     def see(self, log_probs: Tensor, inputs: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
@@ -234,7 +282,9 @@ class GenerationDump(TrainerCallback):
                 update = self._trainer.state.global_step + 1 - self._generation.step
                 scaler = self._trainer.accelerator.scaler
                 scale = 1.0 if scaler is None else scaler.get_scale()
-                self._generation.read.append((Gradient(log_probs), inputs[ROWS], trained[ROWS], update, scale))
+                self._generation.read.append(
+                    (Gradient(log_probs), inputs[ROWS], trained[ROWS], update, scale)
+                )
 
     def finish_receipt(self) -> None:
         """Check what was read of the latest generation batch, and have it written. A collective."""
@@ -250,10 +300,14 @@ class GenerationDump(TrainerCallback):
             if self._dump.measures(generation.step):
                 effect = torch.full(columns["mask_BT"].shape, torch.nan)
                 log_probs = torch.zeros(effect.shape)
-                if generation.measured is not None:  # the change of log-probabilities since the responses were scored
+                if (
+                    generation.measured is not None
+                ):  # the change of log-probabilities since the responses were scored
                     rows, rollouts = generation.measured
                     old = rollouts.columns[OLD_LOG_PROBS]
-                    now = self._host(replace(rollouts, columns={})).columns([OLD_LOG_PROBS])[OLD_LOG_PROBS]
+                    now = self._host(replace(rollouts, columns={})).columns([OLD_LOG_PROBS])[
+                        OLD_LOG_PROBS
+                    ]
                     effect[rows, : now.shape[1]] = now - old
                     log_probs[rows, : now.shape[1]] = old
                 columns["effect"] = effect
@@ -266,7 +320,9 @@ class GenerationDump(TrainerCallback):
                 self._write_receipt(generation, parts)
 
     def _write_receipt(
-        self, generation: Generation, parts: Sequence[tuple[dict[str, Tensor], list[int], list[Piece]]]
+        self,
+        generation: Generation,
+        parts: Sequence[tuple[dict[str, Tensor], list[int], list[Piece]]],
     ) -> None:
         """``parts``: of each process the columns and lengths of its responses, and its micro-batches."""
         args = self._trainer.args
@@ -281,7 +337,10 @@ class GenerationDump(TrainerCallback):
         pieces = list[Piece]()
         for _, part_lengths, part_pieces in parts:
             # Rows of 2 processes with 8 responses each: row 3 of the second is row 11 of the batch.
-            pieces += [replace(piece, rows_b=piece.rows_b + len(lengths)).padded(width) for piece in part_pieces]
+            pieces += [
+                replace(piece, rows_b=piece.rows_b + len(lengths)).padded(width)
+                for piece in part_pieces
+            ]
             lengths += part_lengths
         updates = args.steps_per_generation // args.gradient_accumulation_steps
         # Training may end within an iteration, whose updates are left out.
@@ -314,7 +373,9 @@ class GenerationDump(TrainerCallback):
             [lengths[row] for row in rows],
             None if effect is None else effect[rows],
         )
-        self._dump.write_received(record_of(chosen, loss.name, generation.step, generation.update), table)
+        self._dump.write_received(
+            record_of(chosen, loss.name, generation.step, generation.update), table
+        )
         if effect is not None:
             for name, value in effect_figures(advantages, effect, mask, log_probs).items():
                 self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)

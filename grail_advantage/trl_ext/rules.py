@@ -34,8 +34,17 @@ OVERRIDDEN = (
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
 )
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")  # that multiply each token's own ratio by its advantage
-PENALTY = "soft_overlong_punishment_reward"  # of trl.rewards, DAPO's, for responses near the length limit
+LOSSES = (
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "cispo",
+    "sapo",
+)  # that multiply each token's own ratio by its advantage
+PENALTY = (
+    "soft_overlong_punishment_reward"  # of trl.rewards, DAPO's, for responses near the length limit
+)
 SKIPS = "skip_zero_advantage=True"
 SKIP_NOTHING = "set skip_zero_advantage=False"
 
@@ -65,8 +74,13 @@ class Arguments:
     @property
     def prompt_maker(self) -> str:
         """The argument by which others than the data write into prompts."""
-        makers = {"rollout_func": self["rollout_func"], "environment_factory": self["environment_factories"]}
-        return next((name for name, value in {**makers, "tools": self["tools"]}.items() if value), "")
+        makers = {
+            "rollout_func": self["rollout_func"],
+            "environment_factory": self["environment_factories"],
+        }
+        return next(
+            (name for name, value in {**makers, "tools": self["tools"]}.items() if value), ""
+        )
 
     @property
     def images(self) -> str:
@@ -182,7 +196,9 @@ RULES = (
     ),
     Rule(
         option="beta",
-        when=lambda a: REF_LOG_PROBS in a.method.reads and a["beta"] == 0 and not has_adapter(a.trainer.model),
+        when=lambda a: (
+            REF_LOG_PROBS in a.method.reads and a["beta"] == 0 and not has_adapter(a.trainer.model)
+        ),
         because="the method reads reference log-probabilities, which TRL computes where it is not 0",
         remedy="use 1e-9 for no KL term to speak of, or train an adapter (peft_config)",
     ),
@@ -202,7 +218,9 @@ RULES = (
         option="per_device_train_batch_size",
         when=lambda a: a.method.whole_groups and a.splits,
         because="it compares the responses of a prompt, which must be on one process",
-        remedy=lambda a: f"make it x {a.named('steps_per_generation')} a multiple of {a.named('num_generations')}",
+        remedy=lambda a: (
+            f"make it x {a.named('steps_per_generation')} a multiple of {a.named('num_generations')}"
+        ),
     ),
     Rule(
         option="reward_funcs",
@@ -223,7 +241,12 @@ RULES = (
 
 
 def _trains_every_response(option: str) -> Rule:
-    return Rule(option=option, when=lambda a: bool(a[option]), because="it trains every response", remedy=SKIP_NOTHING)
+    return Rule(
+        option=option,
+        when=lambda a: bool(a[option]),
+        because="it trains every response",
+        remedy=SKIP_NOTHING,
+    )
 
 
 AGAINST_SKIPPING = (
@@ -256,9 +279,13 @@ AGAINST_SKIPPING = (
 def check_version(version: str) -> None:
     """ValueError: this TRL lacks a method that is overridden. A newer one than the tested is warned of."""
     if missing := [name for name in OVERRIDDEN if not hasattr(GRPOTrainer, name)]:
-        raise ValueError(f"trl {version} has no GRPOTrainer.{missing[0]}: run `pip install 'trl=={TESTED}'`")
+        raise ValueError(
+            f"trl {version} has no GRPOTrainer.{missing[0]}: run `pip install 'trl=={TESTED}'`"
+        )
     if Version(version) > Version(TESTED):
-        logger.warning("trl %s is newer than %s, with which token weights are tested", version, TESTED)
+        logger.warning(
+            "trl %s is newer than %s, with which token weights are tested", version, TESTED
+        )
 
 
 def check_trainer(trainer: GRPOTrainer, method: BaseMethod, skips: bool) -> None:
@@ -292,13 +319,21 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
         # TRL's layout: prompts end in front of column `width`, and responses begin there.
         mask = (width - ends <= place) & (place < width - ends + lengths)
         ids = torch.full(mask.shape, padding).masked_scatter(mask, torch.cat(list(rows))).to(device)
-        log_probs = trainer._get_per_token_logps_and_entropies(model, ids, mask.long().to(device), limit)[0]
-        return list(log_probs.float().cpu()[mask[:, width:]].split((lengths - ends).flatten().tolist()))
+        log_probs = trainer._get_per_token_logps_and_entropies(
+            model, ids, mask.long().to(device), limit
+        )[0]
+        return list(
+            log_probs.float().cpu()[mask[:, width:]].split((lengths - ends).flatten().tolist())
+        )
 
-    tokens = [inputs[f"{part}_ids"][inputs[f"{part}_mask"].bool()] for part in ("prompt", "completion")]
+    tokens = [
+        inputs[f"{part}_ids"][inputs[f"{part}_mask"].bool()] for part in ("prompt", "completion")
+    ]
     finding = probe(model, run, probe_rows(torch.cat(tokens), longest=width + limit, rows=count))
     # All processes decide alike, or one that goes on would wait for one that has ended.
     largest = trainer.accelerator.gather(torch.tensor([finding.difference], device=device)).max()
     finding = replace(finding, difference=float(largest))
     if not finding.holds:
-        raise ValueError(f"{type(trainer.model).__name__} does not work with {SKIPS}: {finding}; {SKIP_NOTHING}")
+        raise ValueError(
+            f"{type(trainer.model).__name__} does not work with {SKIPS}: {finding}; {SKIP_NOTHING}"
+        )

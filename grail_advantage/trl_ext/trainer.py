@@ -46,7 +46,10 @@ from grail_advantage.weigh import weigh, with_columns
 
 logger = logging.getLogger(__name__)
 
-GIVEN = {OLD_LOG_PROBS: "old_per_token_logps", REF_LOG_PROBS: "ref_per_token_logps"}  # columns, by TRL's names
+GIVEN = {
+    OLD_LOG_PROBS: "old_per_token_logps",
+    REF_LOG_PROBS: "ref_per_token_logps",
+}  # columns, by TRL's names
 
 
 class TokenWeightGRPOTrainer(GRPOTrainer):
@@ -83,7 +86,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         **named: Any,
     ) -> None:
         if not isinstance(token_weights, str) and token_weight_options:
-            raise ValueError("token_weight_options are for a method given by its name; put them into token_weights")
+            raise ValueError(
+                "token_weight_options are for a method given by its name; put them into token_weights"
+            )
         if isinstance(token_weights, str):
             token_weights = build(token_weights, token_weight_options)
         self.method = token_weights
@@ -102,7 +107,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         check_trainer(self, self.method, skip_zero_advantage)
         if isinstance(self.train_dataset, Dataset):
             self._answers.look_at_data(
-                self.train_dataset.select(range(min(LOOKED_AT, len(self.train_dataset)))).to_list(), "train_dataset"
+                self.train_dataset.select(range(min(LOOKED_AT, len(self.train_dataset)))).to_list(),
+                "train_dataset",
             )
         self._dump = None if dumping is None else GenerationDump(self, dumping, self._host)
 
@@ -126,11 +132,16 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         call that fails before it: so the lengths of all rewards are looked at here. Between two turns of a batch TRL
         makes the calls of the first, of all responses (line 1957)."""
         if self.call_rewards:
-            rewards = [getattr(environment, self.call_rewards, None) for environment in self.environments or ()]
+            rewards = [
+                getattr(environment, self.call_rewards, None)
+                for environment in self.environments or ()
+            ]
             self._calls.append([len(value) if isinstance(value, list) else 0 for value in rewards])
         return super()._generate_single_turn(*arguments, **named)
 
-    def _calculate_rewards(self, inputs: list[dict[str, Any]], *arguments: Any, **named: Any) -> Tensor:
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], *arguments: Any, **named: Any
+    ) -> Tensor:
         """TRL's rewards of all processes (line 1579); fields of the responses go into ``inputs``. In training a reward
         that is not finite or too large becomes NaN with every reward function: TRL compares no other response with it
         then, and gives its own the advantage 0."""
@@ -140,12 +151,17 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         for name in self.method.field_names:
             for row, value in zip(inputs, self._field(name, inputs), strict=True):
                 row[name] = value
-        sums = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)  # as TRL's (line 2763)
+        sums = (rewards * self.reward_weights.to(rewards.device)).nansum(
+            dim=1
+        )  # as TRL's (line 2763)
         # nansum() of no reward is 0, which would pass for one.
         sums = torch.where(rewards.isnan().all(dim=1), torch.nan, sums)
         unjudged = ~((within_range(rewards) | rewards.isnan()).all(dim=1) & within_range(sums))
         if unjudged.any():
-            logger.warning("%d responses train nothing: a reward is not finite or too large", int(unjudged.sum()))
+            logger.warning(
+                "%d responses train nothing: a reward is not finite or too large",
+                int(unjudged.sum()),
+            )
         self.reward_sums = sums.cpu()
         self._unjudged = unjudged.cpu()
         return torch.where(unjudged[:, None], torch.nan, rewards)
@@ -159,7 +175,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if name in self._pending_extra_logs:
             values: Sequence[Any] = self._pending_extra_logs[name]
             if len(values) != len(rows):
-                raise ValueError(f"log_extra({name!r}, ...) got {len(values)} values; log one a response, {len(rows)}")
+                raise ValueError(
+                    f"log_extra({name!r}, ...) got {len(values)} values; log one a response, {len(rows)}"
+                )
             return values
         if any(hasattr(environment, name) for environment in environments):
             values = [getattr(environment, name, None) for environment in environments]
@@ -206,7 +224,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if not method.uses and self.accelerator.num_processes > 1:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
             r = with_columns(r, [name for name in DUMPED if name in method.reads], self._host(r))
-            r = replace(joined(gather_object([r.part(range(count))])), tokenizer=self.processing_class)
+            r = replace(
+                joined(gather_object([r.part(range(count))])), tokenizer=self.processing_class
+            )
         w = weigh(r, method, self._host(r), self._answers)
         if len(r) > count:
             w = w.part(places)  # process by process
@@ -219,7 +239,10 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _rollouts(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Rollouts:
         """The responses of this process."""
-        output = {name: values.cpu() if isinstance(values, Tensor) else values for name, values in output.items()}
+        output = {
+            name: values.cpu() if isinstance(values, Tensor) else values
+            for name, values in output.items()
+        }
         ids = output["completion_ids"]
         mask = output["completion_mask"].bool()
         padding = self.processing_class.pad_token_id
@@ -235,8 +258,12 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         places = self.accelerator.process_index * count + torch.arange(count)
         unjudged = self._unjudged[places]
         rewards = self.reward_sums[places].masked_fill(unjudged, torch.nan).double()
-        if "examples" in self.method.reads and any(isinstance(row.get("prompt"), str) for row in inputs):
-            raise ValueError(f"token_weights={self.method.name!r} needs train_dataset's prompts as lists of messages")
+        if "examples" in self.method.reads and any(
+            isinstance(row.get("prompt"), str) for row in inputs
+        ):
+            raise ValueError(
+                f"token_weights={self.method.name!r} needs train_dataset's prompts as lists of messages"
+            )
         examples = []
         for row in inputs:
             columns = {name: value for name, value in row.items() if name != "prompt"}
@@ -254,12 +281,16 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             written=beside_prompts(written),
             mask=beside_prompts(mask & written),
             columns={
-                name: beside_prompts(output[key].float()) for name, key in GIVEN.items() if output.get(key) is not None
+                name: beside_prompts(output[key].float())
+                for name, key in GIVEN.items()
+                if output.get(key) is not None
             },
             advantages=output["advantages"].masked_fill(unjudged, torch.nan),
             tokenizer=self.processing_class,
             answer=self.answer,
-            truncated=~torch.isin(last, torch.tensor([*self.eos_token_ids, padding])),  # by TRL's test
+            truncated=~torch.isin(
+                last, torch.tensor([*self.eos_token_ids, padding])
+            ),  # by TRL's test
             groups=places // self.num_generations,
             rewards=rewards,
             examples=examples,
@@ -302,7 +333,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
         # Of a later TRL: better no training than one without weights that looks like one with them.
         if inputs["advantages"].ndim == 1:
-            raise RuntimeError(f"trl {trl.__version__} gave its loss other advantages than the weighted ones")
+            raise RuntimeError(
+                f"trl {trl.__version__} gave its loss other advantages than the weighted ones"
+            )
         if self._skips and not self._asked:
             check_neighbours(self, model, inputs)
             self._asked = True

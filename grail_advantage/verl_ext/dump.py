@@ -15,17 +15,35 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.data import DUMPED, OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Weighed
+from grail_advantage.data import (
+    DUMPED,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    ROLLOUT_LOG_PROBS,
+    Rollouts,
+    Weighed,
+)
 from grail_advantage.dump import StepDump, received_table
 from grail_advantage.effect import effect_figures
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.report import record_of
-from grail_advantage.verl_ext.settings import ACTOR, AGGREGATION, ENGINES, LOSS, MODEL, STRATEGY, TEMPERATURE, Settings
+from grail_advantage.verl_ext.settings import (
+    ACTOR,
+    AGGREGATION,
+    ENGINES,
+    LOSS,
+    MODEL,
+    STRATEGY,
+    TEMPERATURE,
+    Settings,
+)
 from grail_advantage.verl_ext.worker import OptimiserStep
 
 LOSS_COLUMNS = (OLD_LOG_PROBS, "rollout_is_weights", REF_LOG_PROBS)
 """What the loss reads of a response beside its advantages."""
-COLUMNS = {name: name for name in (*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS)} | {REF_LOG_PROBS: "ref_log_prob"}
+COLUMNS = {name: name for name in (*DUMPED, ROLLOUT_LOG_PROBS, *LOSS_COLUMNS)} | {
+    REF_LOG_PROBS: "ref_log_prob"
+}
 """All columns of numbers that the dump takes, with verl's names of them."""
 LOSS_OPTIONS = """
 clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c loss_scale_factor tau_pos tau_neg
@@ -38,7 +56,9 @@ class UpdateDump:
     """Writes the responses of updates, so many a step, from the trainer's process. An error in it does not stop the
     training, but for the OSError of a folder that cannot be made."""
 
-    def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int) -> None:
+    def __init__(
+        self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int
+    ) -> None:
         options = settings.dump
         assert options is not None, "no run without a folder makes a dump"
         self._settings = settings
@@ -89,8 +109,12 @@ class UpdateDump:
                 rollouts = part.rollouts
                 # The columns are as wide as the longest response of the update, the part as its own longest.
                 width = rollouts.mask.shape[1]
-                late = {name: values_BT[rollouts.places, :width] for name, values_BT in columns.items()}
-                part = replace(part, rollouts=replace(rollouts, columns={**rollouts.columns, **late}))
+                late = {
+                    name: values_BT[rollouts.places, :width] for name, values_BT in columns.items()
+                }
+                part = replace(
+                    part, rollouts=replace(rollouts, columns={**rollouts.columns, **late})
+                )
                 # receive() compares with these columns.
                 self._chosen = (part, update, count)
             self.steps.write(part.rollouts.step, update, [part], count)
@@ -153,7 +177,9 @@ class UpdateDump:
 
 def loss_of(settings: Settings) -> Loss:
     """The loss of a run's update, by its settings."""
-    options = {name.rsplit(".", 1)[-1]: settings[f"{ACTOR}.{name}"] for name in LOSS_OPTIONS.split()}
+    options = {
+        name.rsplit(".", 1)[-1]: settings[f"{ACTOR}.{name}"] for name in LOSS_OPTIONS.split()
+    }
     if settings[f"{ACTOR}.use_kl_loss"]:
         options["kl"] = settings[f"{ACTOR}.kl_loss_type"]
         options["kl_coef"] = settings[f"{ACTOR}.kl_loss_coef"]
@@ -182,11 +208,15 @@ def receipt_of(
     r = part.rollouts
     mask_BT = r.mask
     updates = len(of_ranks[0])
-    of_steps = [[place for steps in of_ranks for place in steps[update].places] for update in range(updates)]
+    of_steps = [
+        [place for steps in of_ranks for place in steps[update].places] for update in range(updates)
+    ]
     sent_B = torch.tensor([sent[place] for place in r.places])
     pieces = list(_pieces(of_ranks, mask_BT.shape[1]))
     if loss.account == "kl_cov" and len(sent_B) < len(tokens):
-        loss = replace(loss, account=None)  # which tokens it penalises follows from all responses of a micro-batch
+        loss = replace(
+            loss, account=None
+        )  # which tokens it penalises follows from all responses of a micro-batch
     if not pieces:  # none of the written responses went into the update
         nothing_UBT = torch.full((updates, *mask_BT.shape), torch.nan)
         nothing_BT = nothing_UBT[0]
@@ -204,7 +234,9 @@ def receipt_of(
         ranks=len(of_ranks),
         on_policy=on_policy,
         keys=list(r.keys),
-        totals_U2=torch.tensor([[sum(tokens[p] for p in of_step), len(of_step)] for of_step in of_steps]),
+        totals_U2=torch.tensor(
+            [[sum(tokens[p] for p in of_step), len(of_step)] for of_step in of_steps]
+        ),
     )
     receipt = check(batch, loss, pieces)
     # Responses that were left out received nothing that was read.
@@ -224,4 +256,6 @@ def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Pie
     for update, of_step in enumerate(zip(*of_ranks, strict=True)):
         if any(len(piece.rows_b) for step in of_step for piece in step.pieces):
             for rank, step in enumerate(of_step):
-                yield from (replace(piece, update=update, rank=rank).padded(width) for piece in step.pieces)
+                yield from (
+                    replace(piece, update=update, rank=rank).padded(width) for piece in step.pieces
+                )

@@ -27,7 +27,14 @@ from verl.workers.engine.utils import prepare_micro_batches
 
 from grail_advantage.data import Row
 from grail_advantage.model import hooks
-from grail_advantage.model.interface import Forward, MicroBatch, Range, RankRounds, places_of, sequence_forward
+from grail_advantage.model.interface import (
+    Forward,
+    MicroBatch,
+    Range,
+    RankRounds,
+    places_of,
+    sequence_forward,
+)
 from grail_advantage.model.probe import Finding, probe, probe_rows, whole_row
 from grail_advantage.verl_ext.exchange import FORWARD, PADDED_FORWARD, UPDATE, nested
 from grail_advantage.verl_ext.patches import autocast, gather_packed
@@ -43,7 +50,12 @@ class EngineModel:
     the same responses."""
 
     def __init__(
-        self, engine: FSDPEngineWithLMHead, *, temperature: float, step: int = 0, pad_token: int | None = None
+        self,
+        engine: FSDPEngineWithLMHead,
+        *,
+        temperature: float,
+        step: int = 0,
+        pad_token: int | None = None,
     ) -> None:
         self.engine = engine
         self.temperature = temperature
@@ -58,7 +70,11 @@ class EngineModel:
         its own way, in training mode alone (``verl.utils.activation_offload``); blocks are checkpointed here then."""
         results: list[Any] = [None] * len(rows)
         offloads = self.engine.model_config.enable_activation_offload
-        with hooks.evaluation_mode(self.engine.module, checkpoint_blocks=offloads) if gradients else torch.no_grad():
+        with (
+            hooks.evaluation_mode(self.engine.module, checkpoint_blocks=offloads)
+            if gradients
+            else torch.no_grad()
+        ):
             for micro, indices in self._split(rows, gradients=gradients):
                 for index, result in zip(indices, work(micro), strict=True):
                     results[index] = result
@@ -79,7 +95,9 @@ class EngineModel:
 
         def run(responses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             log_probs: dict[int, torch.Tensor] = {}
-            for micro, indices in self._split(list(map(whole_row, responses)), gradients=training, packed=packed):
+            for micro, indices in self._split(
+                list(map(whole_row, responses)), gradients=training, packed=packed
+            ):
                 log_probs |= zip(indices, micro.response_log_probs(), strict=True)
             return [log_probs[index] for index in range(len(responses))]
 
@@ -113,7 +131,9 @@ class EngineModel:
             "position_ids": nested([torch.arange(len(ids), device="cpu") for ids in tokens]),
         }
         inputs = tu.get_tensordict(fields, non_tensor_dict={"temperature": self.temperature})
-        for batch, indices in training_micro_batches(self.engine, inputs, gradients=gradients, packed=packed):
+        for batch, indices in training_micro_batches(
+            self.engine, inputs, gradients=gradients, packed=packed
+        ):
             batch = batch.to(get_device_id())
             pairs = zip(indices, batch["input_ids"].unbind(), strict=True)
             micro_rows = [replace(rows[index], tokens=of_row) for index, of_row in pairs]
@@ -136,12 +156,18 @@ def _micro_batch_size(engine: FSDPEngineWithLMHead, *, gradients: bool) -> tuple
     settings = engine.engine_config
     kind = "" if gradients else "infer_"
     names = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
-    budget, count = (getattr(settings, f"{kind}{name}") or getattr(settings, name) for name in names)
+    budget, count = (
+        getattr(settings, f"{kind}{name}") or getattr(settings, name) for name in names
+    )
     return budget, count
 
 
 def training_micro_batches(
-    engine: FSDPEngineWithLMHead, rows: TensorDict, *, gradients: bool = True, packed: bool | None = None
+    engine: FSDPEngineWithLMHead,
+    rows: TensorDict,
+    *,
+    gradients: bool = True,
+    packed: bool | None = None,
 ) -> list[tuple[TensorDict, list[int]]]:
     """This rank's rows, as many on every rank, split by the token budget or the number of responses of the actor
     update's micro-batches, or without gradients of those of the old log-probabilities; as many on every rank, each with
@@ -151,7 +177,9 @@ def training_micro_batches(
     if settings.use_dynamic_bsz:
         # A response that a method made longer than any rollout goes alone; the ranks must agree on what is long.
         longest = rows["input_ids"].offsets().diff().max().to(get_device_name())
-        torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())
+        torch.distributed.all_reduce(
+            longest, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group()
+        )
         # verl multiplies the budget by the group's ranks: of 100 tokens on 4 of them each has 25.
         budget = max(budget, -(-int(longest) // engine.ulysses_sequence_parallel_size))
     # The settings below are of these micro-batches, and not of the caller's batch.
@@ -165,7 +193,9 @@ def training_micro_batches(
         sp_size=engine.ulysses_sequence_parallel_size,
     )
     if settings.use_dynamic_bsz:
-        micro_batches, indices = prepare_micro_batches(rows, dp_group=engine.get_data_parallel_group())
+        micro_batches, indices = prepare_micro_batches(
+            rows, dp_group=engine.get_data_parallel_group()
+        )
         return list(zip(micro_batches, indices, strict=True))
     indices = torch.arange(len(rows), device="cpu").split(count)
     return [(tu.index_select_tensor_dict(rows, index), index.tolist()) for index in indices]
@@ -176,7 +206,9 @@ class EngineMicroBatch:
     :class:`grail_advantage.model.interface.MicroBatch`. Every forward is a collective of the engine's ranks.
     ``batch`` has the responses for the engine, which is in evaluation mode, ``rows`` for the method."""
 
-    def __init__(self, engine: FSDPEngineWithLMHead, batch: TensorDict, rows: Sequence[Row]) -> None:
+    def __init__(
+        self, engine: FSDPEngineWithLMHead, batch: TensorDict, rows: Sequence[Row]
+    ) -> None:
         self.engine = engine
         self.batch = batch
         self.rows = rows
@@ -207,7 +239,9 @@ class EngineMicroBatch:
 
     def _logits_at(self, batch_row_K: torch.Tensor, column_K: torch.Tensor) -> torch.Tensor:
         # (B, S, D) becomes (1, K, D) in front of the head, so that logits are (1, K, V) and not (B, S, V).
-        with hooks.at_head(self.engine.module, lambda hidden_BSD: hidden_BSD[batch_row_K, column_K][None]):
+        with hooks.at_head(
+            self.engine.module, lambda hidden_BSD: hidden_BSD[batch_row_K, column_K][None]
+        ):
             return self._forward().logits[0]
 
     def response_log_probs(self) -> list[torch.Tensor]:  # by verl's own code
@@ -221,14 +255,19 @@ class EngineMicroBatch:
     def hidden_states(self) -> list[torch.Tensor]:  # not with fused kernels
         with hooks.capture_hidden_states(self.engine.module) as captured, autocast(self.engine):
             self._forward()
-        return [of_row[row.start :] for row, of_row in zip(self.rows, self.per_row(captured[0]), strict=True)]
+        return [
+            of_row[row.start :]
+            for row, of_row in zip(self.rows, self.per_row(captured[0]), strict=True)
+        ]
 
     def at(self, row: int, position: int) -> tuple[int, int]:
         if not self.packed:
             return row, position
         return 0, int(self.offsets_R[row]) + position
 
-    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:  # also with further dimensions after S
+    def per_row(
+        self, values_BS: torch.Tensor
+    ) -> list[torch.Tensor]:  # also with further dimensions after S
         lengths = self.offsets_R.diff().tolist()
         if self.packed:
             values_N = gather_packed(self.engine, values_BS[0], self._output_args["pad_size"])
@@ -238,14 +277,18 @@ class EngineMicroBatch:
     def _forward(self) -> Any:
         return self.engine.module(**self._model_inputs, use_cache=False)
 
-    def _columns(self, row_K: torch.Tensor, position_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _columns(
+        self, row_K: torch.Tensor, position_K: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and columns of positions: a packed micro-batch is one long row, a padded one keeps responses apart."""
         if not self.packed:
             return row_K, position_K
         # Of responses of 5 and 4 tokens, position 1 of the second is column 6.
         return torch.zeros_like(row_K), position_K + self.offsets_R[row_K]
 
-    def _find_targets(self, tokens: Sequence[Range]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _find_targets(
+        self, tokens: Sequence[Range]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens whose predictors are in this rank's slice, and the predictors' rows and columns there; int64, (K,)."""
         row_K, position_K = places_of(tokens, self.offsets_R.device)
         tokens_K = self.batch["input_ids"].values()[self.offsets_R[row_K] + position_K]

@@ -49,11 +49,16 @@ from grail_advantage.verl_ext.settings import (
 logger = logging.getLogger(__name__)
 
 VERL_VERSION = "0.9.1"
-ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"  # environment variable: 1 lets another version of verl through
+ANY_VERL = (
+    "GRAIL_ADVANTAGE_ANY_VERL"  # environment variable: 1 lets another version of verl through
+)
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"  # verl's, with modules that it imports in every process
 JUDGED = "reward_model"
 REWARD = "reward.custom_reward_function.path"
-OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")  # as REWARD, this project's reward function
+OURS = (
+    "pkg://grail_advantage.reward",
+    "pkg://recipe.reward",
+)  # as REWARD, this project's reward function
 
 
 def register_estimators() -> None:
@@ -81,7 +86,9 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
         check_spelling(config.algorithm.adv_estimator)
         return validate()
     if dry_run not in ("", "0", "1"):
-        raise ValueError(f"DRY_RUN={dry_run} is unknown; use 1 to check the run and start nothing, or 0")
+        raise ValueError(
+            f"DRY_RUN={dry_run} is unknown; use 1 to check the run and start nothing, or 0"
+        )
     OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
     # As the user has it: what prepare_run() writes is for Ray's processes.
     resolved = config.copy()
@@ -113,14 +120,23 @@ def prepare_run(config: DictConfig) -> Settings:
     for module in patches.STARTS:
         import_module(module).check_run(settings)
     if modules := os.environ.get(EXTERNAL):
-        OmegaConf.update(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}", modules, force_add=True)
-    if settings.dump is not None:  # the trainer runs in another process, with another working folder
+        OmegaConf.update(
+            config, f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}", modules, force_add=True
+        )
+    if (
+        settings.dump is not None
+    ):  # the trainer runs in another process, with another working folder
         OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
     if settings.method is not None and not settings["trainer.use_v1"]:
-        from grail_advantage.verl_ext.ray_trainer import TokenWeightRayTrainer  # imports what the other trainers do not
+        from grail_advantage.verl_ext.ray_trainer import (
+            TokenWeightRayTrainer,
+        )  # imports what the other trainers do not
 
         patches.use_ray_trainer(TokenWeightRayTrainer)
-    elif settings.method is not None and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES:
+    elif (
+        settings.method is not None
+        and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES
+    ):
         patches.set_trainer_mode(config, f"grail_{mode}")
     return settings
 
@@ -162,7 +178,9 @@ def check_verl_version(installed: str) -> None:
             f"{message}; run `pip install verl=={VERL_VERSION}`, or set {ANY_VERL}=1 to try it at your own risk "
             "(tested versions: docs/works_with.md)"
         )
-    warnings.warn(f"{message}; {ANY_VERL}=1 lets it through, and nothing is known about it", stacklevel=2)
+    warnings.warn(
+        f"{message}; {ANY_VERL}=1 lets it through, and nothing is known about it", stacklevel=2
+    )
 
 
 def check_plugins() -> None:
@@ -171,11 +189,15 @@ def check_plugins() -> None:
     for plugin, error in FAILURES.items():
         if isinstance(error, NameTakenError):
             raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
-        logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
+        logger.warning(
+            "the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error
+        )
     for name in methods():
         # register_estimators() leaves names that verl has; those of ours are partials.
         if getattr(ADV_ESTIMATOR_REGISTRY[name], "func", None) is not _needs_token_weights:
-            raise ValueError(f"{name} is an estimator of verl's; register the method under another name")
+            raise ValueError(
+                f"{name} is an estimator of verl's; register the method under another name"
+            )
 
 
 def check_spelling(name: str) -> None:
@@ -187,15 +209,23 @@ def check_spelling(name: str) -> None:
     if name in ADV_ESTIMATOR_REGISTRY:
         return
     letters = sorted(filter(str.isalnum, name.lower()))
-    meant = [estimator for estimator in methods() if sorted(filter(str.isalnum, estimator)) == letters]
+    meant = [
+        estimator for estimator in methods() if sorted(filter(str.isalnum, estimator)) == letters
+    ]
     near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
     # Short names are near many others, and grail2 is a version of somebody's own.
     if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
-        meant += difflib.get_close_matches(name.lower(), near, cutoff=0.85)  # turn_ppo is not turn_grpo
+        meant += difflib.get_close_matches(
+            name.lower(), near, cutoff=0.85
+        )  # turn_ppo is not turn_grpo
     if meant:
-        raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; is {meant[0]} meant?{failure_message()}")
+        raise ValueError(
+            f"algorithm.adv_estimator={name!r} is unknown; is {meant[0]} meant?{failure_message()}"
+        )
     if FAILURES:
-        logger.warning("the estimator %s is unknown in the process of the command%s", name, failure_message())
+        logger.warning(
+            "the estimator %s is unknown in the process of the command%s", name, failure_message()
+        )
 
 
 def check_names(config: DictConfig) -> None:
@@ -211,7 +241,9 @@ def check_names(config: DictConfig) -> None:
         for name in config.algorithm.get(section) or {}:
             if name not in sections[section]:
                 options = ", ".join(sections[section])
-                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {options}")
+                raise ValueError(
+                    f"algorithm.{section}.{name} is not an option; the options are {options}"
+                )
 
 
 def trainer_kind(config: DictConfig) -> str | None:
@@ -238,14 +270,22 @@ def check_data(settings: Settings) -> None:
     from grail_advantage.reward import check_ground_truths
 
     for option in ("data.train_files", "data.val_files"):
-        for name in [settings[option]] if isinstance(settings[option], str) else settings[option] or ():
+        for name in (
+            [settings[option]] if isinstance(settings[option], str) else settings[option] or ()
+        ):
             file = Path(name).expanduser()
             try:
-                table = pa_json.read_json(file) if file.suffix != ".parquet" else pq.read_table(file, columns=[JUDGED])
+                table = (
+                    pa_json.read_json(file)
+                    if file.suffix != ".parquet"
+                    else pq.read_table(file, columns=[JUDGED])
+                )
                 judged = table[JUDGED].to_pylist()
             except (OSError, KeyError, pa.ArrowException):
                 continue
-            truths = [entry.get("ground_truth") if isinstance(entry, dict) else None for entry in judged]
+            truths = [
+                entry.get("ground_truth") if isinstance(entry, dict) else None for entry in judged
+            ]
             check_ground_truths(truths, f"{option}={name}")
 
 
@@ -256,7 +296,9 @@ def check_answers_of_data(settings: Settings) -> None:
     with contextlib.suppress(OSError, StopIteration, pa.ArrowException):
         rows = next(pq.ParquetFile(Path(name).expanduser()).iter_batches(LOOKED_AT)).to_pylist()
         if settings.method is not None:
-            answers = AnswerCheck(settings.method, settings.answer, settings[MISSING], f"++{SECTION}")
+            answers = AnswerCheck(
+                settings.method, settings.answer, settings[MISSING], f"++{SECTION}"
+            )
             answers.look_at_data(rows, f"data.train_files={name}")
 
 
@@ -266,5 +308,8 @@ def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None
     try:
         # A check downloads nothing: verl fetches a model in the processes that use it.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
-    except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from
+    except (
+        OSError,
+        ValueError,
+    ):  # not in the cache, a broken download, or a file system that verl copies from
         return None

@@ -35,7 +35,9 @@ UPDATE = "actor update"
 FORWARD = "old log-probabilities"
 PADDED_FORWARD = "old log-probabilities, padded"
 """Layouts: whose micro-batches they are; the first in training mode, the last padded where the run packs."""
-LEAVE_OUT = "leave_out_zero_advantage"  # setting of a batch whose zero-advantage responses are left out
+LEAVE_OUT = (
+    "leave_out_zero_advantage"  # setting of a batch whose zero-advantage responses are left out
+)
 FILLER_TOKENS = 2
 CUT = {"prompts": FILLER_TOKENS - 1, "input_ids": FILLER_TOKENS, "position_ids": FILLER_TOKENS}
 """The fields with a value for each token, and how many of them a filler keeps; and those of the loss, which are 0 in a
@@ -45,11 +47,18 @@ CUT |= dict.fromkeys(OF_LOSS, 1)
 
 
 def build_request(
-    rows: Sequence[Row], method: BaseMethod, *, temperature: float, step: int = 0, pad_token: int | None = None
+    rows: Sequence[Row],
+    method: BaseMethod,
+    *,
+    temperature: float,
+    step: int = 0,
+    pad_token: int | None = None,
 ) -> TensorDict:
     """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`, with the tokenizer's ``pad_token``."""
     settings = {"signal": method, "temperature": temperature, "step": step, "pad_token": pad_token}
-    return tu.get_tensordict({"rows": [replace(row, example=None) for row in rows]}, non_tensor_dict=settings)
+    return tu.get_tensordict(
+        {"rows": [replace(row, example=None) for row in rows]}, non_tensor_dict=settings
+    )
 
 
 def build_reply(rows: Sequence[RowScores]) -> TensorDict:
@@ -69,7 +78,10 @@ def nested(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def trains(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[bool]:
     """Of each response whether a token of its mask has an advantage other than 0."""
-    return [bool((row_T[mask_T.bool()] != 0).any()) for row_T, mask_T in zip(advantages, masks, strict=True)]
+    return [
+        bool((row_T[mask_T.bool()] != 0).any())
+        for row_T, mask_T in zip(advantages, masks, strict=True)
+    ]
 
 
 def update_order(
@@ -83,11 +95,20 @@ def update_order(
     # What is left out costs nothing, so that ranks share the tokens of the others.
     cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
     of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-    left_out = [length for length, tokens, counts in zip(lengths, cost, of_run, strict=True) if counts and not tokens]
-    if not settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
+    left_out = [
+        length
+        for length, tokens, counts in zip(lengths, cost, of_run, strict=True)
+        if counts and not tokens
+    ]
+    if not settings[
+        f"{ACTOR}.shuffle"
+    ]:  # else verl draws mini-batches by places, which then have to stay
         order = deal_mini_batches(cost, ranks, mini_batch_rows(settings))
         batch = batch.select_keys([batch.keys[row] for row in order])
-    return batch, {"token_weights/skipped_responses": len(left_out), "token_weights/skipped_tokens": sum(left_out)}
+    return batch, {
+        "token_weights/skipped_responses": len(left_out),
+        "token_weights/skipped_tokens": sum(left_out),
+    }
 
 
 def mini_batch_rows(settings: Settings) -> int:
@@ -130,7 +151,11 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
     count, micro_batch_rows = _count(engine, data, max(1, *map(len, lengths)))
 
     fillers = count - len(rows)
-    everywhere = [length for of_rank in lengths for length in (*of_rank, *[FILLER_TOKENS] * (count - len(of_rank)))]
+    everywhere = [
+        length
+        for of_rank in lengths
+        for length in (*of_rank, *[FILLER_TOKENS] * (count - len(of_rank)))
+    ]
     # verl estimates its operations a second by the lengths of all ranks' rows: those that are left.
     settings = {"global_token_num": NonTensorData(everywhere)}
     if micro_batch_rows is not None:
@@ -164,7 +189,9 @@ def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[i
     settings = engine.engine_config
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=settings.use_dynamic_bsz):
         return rows, None
-    largest = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=settings.micro_batch_size_per_gpu)
+    largest = tu.get_non_tensor_data(
+        data, "micro_batch_size_per_gpu", default=settings.micro_batch_size_per_gpu
+    )
     # 10 rows, at most 4 at a time, are 3 micro-batches of 4: 12 rows with fillers.
     micro_batches = -(-rows // largest)
     size = -(-rows // micro_batches)

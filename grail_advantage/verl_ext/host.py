@@ -31,7 +31,17 @@ from verl.workers.config import HFModelConfig
 from verl.workers.rollout.utils import get_max_position_embeddings
 
 from grail_advantage.answers.missing import AnswerCheck
-from grail_advantage.data import DUMPED, Example, Rollouts, Row, RowScores, Weighed, outcome_of, runs, within_range
+from grail_advantage.data import (
+    DUMPED,
+    Example,
+    Rollouts,
+    Row,
+    RowScores,
+    Weighed,
+    outcome_of,
+    runs,
+    within_range,
+)
 from grail_advantage.dump import tolerant
 from grail_advantage.method import BaseMethod
 from grail_advantage.methods.sessions import TurnMethod
@@ -65,7 +75,9 @@ class ActorHost:
     trainer: WeighingTrainer
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
-        raise ValueError(f"verl computes {', '.join(names)} before token weights, and the batch lacks them")
+        raise ValueError(
+            f"verl computes {', '.join(names)} before token weights, and the batch lacks them"
+        )
 
     def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
         if not rows:
@@ -99,7 +111,9 @@ class WeighingTrainer:
                 f"{settings.named(options.METHOD)} is no method of token weights, which this trainer computes"
             )
         self.settings = settings
-        self._answers = AnswerCheck(settings.method, settings.answer, settings[options.MISSING], options.SECTION)
+        self._answers = AnswerCheck(
+            settings.method, settings.answer, settings[options.MISSING], options.SECTION
+        )
 
     def _replace_workers(self) -> None:
         if self.settings[options.STRATEGY] not in options.ENGINES:
@@ -112,15 +126,17 @@ class WeighingTrainer:
     def _look_at_model(self) -> None:
         settings = self.settings
         if self.processor is not None:
-            raise ValueError(f"{settings.named(f'{options.MODEL}.path')} is multi-modal; methods need a text model")
+            raise ValueError(
+                f"{settings.named(f'{options.MODEL}.path')} is multi-modal; methods need a text model"
+            )
         check_tokenizer(self.tokenizer, self.config.actor_rollout_ref.model, settings.method)
         # As verl's rollout servers read it.
         model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
         self._model_config = model.hf_config
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
-        self._context_length = settings[f"{options.ROLLOUT}.max_model_len"] or get_max_position_embeddings(
-            model.hf_config
-        )
+        self._context_length = settings[
+            f"{options.ROLLOUT}.max_model_len"
+        ] or get_max_position_embeddings(model.hf_config)
 
     def _look_at_data(self, *, updates: int) -> None:
         settings = self.settings
@@ -128,7 +144,9 @@ class WeighingTrainer:
         for column in settings.method.data_columns:
             if column not in columns:
                 files = settings.named("data.train_files")
-                raise ValueError(f"{settings.method.name} reads the column {column} of {files}, which has {[*columns]}")
+                raise ValueError(
+                    f"{settings.method.name} reads the column {column} of {files}, which has {[*columns]}"
+                )
         if settings.dump is not None:
             self._dump = UpdateDump(settings, self.tokenizer, updates=updates)
 
@@ -137,10 +155,16 @@ class WeighingTrainer:
         super()._load_checkpoint()
         # One probe serves both shortcuts, and none runs where a setting decides already.
         probe = cache(self._probe)
-        self._skips = self._takes(options.SKIP, why_not_skip, probe, "every response stays in the update")
-        self._reuses = self._takes(options.REUSE, why_not_reuse, probe, "verl's forward gives old log-probabilities")
+        self._skips = self._takes(
+            options.SKIP, why_not_skip, probe, "every response stays in the update"
+        )
+        self._reuses = self._takes(
+            options.REUSE, why_not_reuse, probe, "verl's forward gives old log-probabilities"
+        )
 
-    def _takes(self, option: str, why_not: Callable[..., str], probe: Callable[[], Finding], otherwise: str) -> bool:
+    def _takes(
+        self, option: str, why_not: Callable[..., str], probe: Callable[[], Finding], otherwise: str
+    ) -> bool:
         """Whether this run takes a shortcut, by its option and by what the loaded model answers."""
         choice = self.settings[option]
         if choice is False:
@@ -168,7 +192,14 @@ class WeighingTrainer:
         s = self.settings
         method = self.settings.method
         # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
-        names = ["prompts", "responses", "loss_mask", "response_mask", "advantages", _reward_field(s)]
+        names = [
+            "prompts",
+            "responses",
+            "loss_mask",
+            "response_mask",
+            "advantages",
+            _reward_field(s),
+        ]
         names += [COLUMNS[name] for name in DUMPED if name in method.reads]
         if "examples" in method.reads:
             names += ["raw_prompt", *method.data_columns]
@@ -182,7 +213,9 @@ class WeighingTrainer:
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
         """Token weights of the responses with these keys, by their fields as far as the run has them, nested where they
         have a value a token."""
-        self._weighed = weigh(self._rollouts(keys, data), self.settings.method, ActorHost(self), self._answers)
+        self._weighed = weigh(
+            self._rollouts(keys, data), self.settings.method, ActorHost(self), self._answers
+        )
         return self._weighed
 
     def _rollouts(self, keys: Sequence[str], data: TensorDict) -> Rollouts:
@@ -218,7 +251,12 @@ class WeighingTrainer:
         fields = _fields(keys, data, method)
         # verl's own agent loops make one call a turn at most.
         one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
-        if one_call and isinstance(method, TurnMethod) and method.align == "calls" and method.rewards:
+        if (
+            one_call
+            and isinstance(method, TurnMethod)
+            and method.align == "calls"
+            and method.rewards
+        ):
             turns = [len(runs(written)) for written in written_BT.bool().numpy()]
             fields[method.rewards] = list(map(list_a_turn, fields[method.rewards], turns))
         rollouts = Rollouts(
@@ -231,12 +269,16 @@ class WeighingTrainer:
             rewards=_sums(keys, rewards_BT, method) if "rewards" in reads else None,
             tokenizer=self.tokenizer,
             answer=settings.answer,
-            truncated=truncated(prompts, responses, settings, self._context_length, self._end_tokens),
+            truncated=truncated(
+                prompts, responses, settings, self._context_length, self._end_tokens
+            ),
             groups=torch.tensor(group_numbers(keys)),
             examples=_examples(data, settings) if "examples" in reads else None,
             fields=fields,
             columns=columns_of(data, COLUMNS),
-            sessions=[(session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)],
+            sessions=[
+                (session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)
+            ],
             keys=list(keys),
             mean=partial(mean_of_loss, settings),
             step=self.global_steps,
@@ -261,7 +303,11 @@ class WeighingTrainer:
         return True
 
     def _compared_without(
-        self, keys: Sequence[str], judged_B: torch.Tensor, rewards_BT: torch.Tensor, mask_BT: torch.Tensor
+        self,
+        keys: Sequence[str],
+        judged_B: torch.Tensor,
+        rewards_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
     ) -> torch.Tensor:
         """The base advantages (B,) by verl's code, as if the responses that are not judged were in no group."""
         algorithm = self.config.algorithm
@@ -289,7 +335,9 @@ class WeighingTrainer:
         )
         advantages_B = _of_responses(data.batch["advantages"], compared_BT, self.settings)
         if base in COMPARING:  # of a single response they make its reward, or 0
-            sessions = {key.rsplit("_", 1)[0]: group for key, group in zip(keys, groups, strict=True)}
+            sessions = {
+                key.rsplit("_", 1)[0]: group for key, group in zip(keys, groups, strict=True)
+            }
             sizes = Counter(sessions.values())
             alone_B = torch.tensor([sizes[group] == 1 for group in groups])
             advantages_B = torch.where(alone_B, 0.0, advantages_B)
@@ -298,7 +346,10 @@ class WeighingTrainer:
     def _report(self, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
         """Write the dump of what was weighed; the metrics. ``of_run``: which responses do not only fill up the batch;
         ``update``: number of the update in the step."""
-        figures = {f"{self.settings.method.name}/{name}": value for name, value in self._weighed.metrics.items()}
+        figures = {
+            f"{self.settings.method.name}/{name}": value
+            for name, value in self._weighed.metrics.items()
+        }
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
                 # Before the update, whose workers look for the marks.
@@ -315,7 +366,9 @@ class WeighingTrainer:
             return {}
         log_probs_now = partial(self._log_probs_now, batch)
         with marked_timer("receipt", self.timing_raw, color="purple"):
-            return self._dump.receive(rollouts, self.actor_rollout_wg, sent, log_probs_now, on_policy=self._on_policy())
+            return self._dump.receive(
+                rollouts, self.actor_rollout_wg, sent, log_probs_now, on_policy=self._on_policy()
+            )
 
     def _log_probs_now(self, batch: Any, places: Sequence[int]) -> torch.Tensor:
         """Log-probabilities (B, T) of some of a batch's responses by the actor as it is."""
@@ -354,7 +407,9 @@ def _reward_field(settings: Settings) -> str:
     return "token_level_rewards" if settings[options.KL_IN_REWARD] else REWARDS
 
 
-def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Settings) -> torch.Tensor:
+def _of_responses(
+    advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Settings
+) -> torch.Tensor:
     """The advantage of each response, (B,): verl gives it to every token that trains, and 0 to the others. NaN where it
     cannot train."""
     advantages_BT = torch.where(mask_BT, advantages_BT, 0.0)
@@ -363,7 +418,9 @@ def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: 
     highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
     if ((lowest_B < highest_B) & usable_B).any():
         base = settings.named(options.BASE)
-        raise ValueError(f"{base} gives the tokens of a response different advantages; token weights multiply one")
+        raise ValueError(
+            f"{base} gives the tokens of a response different advantages; token weights multiply one"
+        )
     # 0 outside the mask, one value inside: the largest by size is the response's.
     of_B = advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1)
     return torch.where(usable_B, of_B, torch.nan)
@@ -371,7 +428,9 @@ def _of_responses(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: 
 
 def mean_of_loss(settings: Settings, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     """The mean over a batch as the run's loss takes it."""
-    how = {name: settings[f"{options.ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")}
+    how = {
+        name: settings[f"{options.ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")
+    }
     return float(agg_loss(loss_mat=values_BT, loss_mask=mask_BT.to(values_BT.dtype), **how))
 
 
@@ -392,10 +451,15 @@ def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[s
     if not method.field_names:
         return {}
     # Without extra_fields each name is a column, or nowhere.
-    extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in objects(data, "extra_fields") or ()]
+    extra = [
+        dict(entry) if isinstance(entry, Mapping) else {}
+        for entry in objects(data, "extra_fields") or ()
+    ]
     of_reward = [(entry.get("reward_extra_info") or {}) for entry in extra]
     last = _last_outputs(keys)
-    copies = [dict.fromkeys(info) if last[row] != row else info for row, info in enumerate(of_reward)]
+    copies = [
+        dict.fromkeys(info) if last[row] != row else info for row, info in enumerate(of_reward)
+    ]
     added = [{**entry, **info} for entry, info in zip(extra, copies, strict=True)]
     fields = {}
     for name in method.field_names:
@@ -470,7 +534,9 @@ def truncated(
     return torch.tensor(at_limit, dtype=torch.bool)
 
 
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
+) -> set[int]:
     """Token ids that end a response: the tokenizer's, and those that the rollout engine takes from the generation
     config."""
     from_model = getattr(generation_config, "eos_token_id", None)
@@ -479,19 +545,31 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Generat
     return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
 
 
-def _facts(data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[int]) -> dict[str, list[Any]]:
+def _facts(
+    data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[int]
+) -> dict[str, list[Any]]:
     """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
     :func:`turn_rewards_label`."""
     judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
-    sums_B = columns_of(data, {REWARDS: REWARDS}).get(REWARDS, torch.full((len(r), 1), torch.nan)).sum(dim=1)
-    facts: dict[str, list[Any]] = {name: [] for name in ("ground_truth", "reward", "outcome", "id", "labels")}
+    sums_B = (
+        columns_of(data, {REWARDS: REWARDS})
+        .get(REWARDS, torch.full((len(r), 1), torch.nan))
+        .sum(dim=1)
+    )
+    facts: dict[str, list[Any]] = {
+        name: [] for name in ("ground_truth", "reward", "outcome", "id", "labels")
+    }
     for row, total in enumerate(sums_B.tolist()):
         reward = total if math.isfinite(total) else None
-        verdict = _entry(_entry(extra[row], "reward_extra_info"), "acc")  # the reward function's own goes first
+        verdict = _entry(
+            _entry(extra[row], "reward_extra_info"), "acc"
+        )  # the reward function's own goes first
         truth = _entry(judged[row], "ground_truth")
         source = sources[row]
         number = _entry(infos[row], "index")
-        label = partial(turn_rewards_label, method=method, turns_before=r.turns_before[row], turns=turns[row])
+        label = partial(
+            turn_rewards_label, method=method, turns_before=r.turns_before[row], turns=turns[row]
+        )
         facts["ground_truth"].append(None if truth is None else tolerant(str, truth))
         facts["reward"].append(reward)
         facts["outcome"].append(outcome_of(reward if verdict is None else tolerant(float, verdict)))
@@ -512,7 +590,9 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
     return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
 
 
-def turn_rewards_label(extra: Any, method: BaseMethod, turns_before: int = 0, turns: int = 0) -> dict[str, list[Any]]:
+def turn_rewards_label(
+    extra: Any, method: BaseMethod, turns_before: int = 0, turns: int = 0
+) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
     ``extra`` is what verl has of the response, ``turns_before`` the turns of its session before it, since a list of the
     reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else

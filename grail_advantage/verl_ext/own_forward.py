@@ -78,7 +78,10 @@ class OwnForward:
                 # A further epoch finds the first one's values, and leaves them.
                 first_epoch.setdefault(place, values_T)
         # A filler compares with itself: its ratio is 1.
-        return [first_epoch.get(place, values_T) for place, values_T in zip(places_R, values_R, strict=True)]
+        return [
+            first_epoch.get(place, values_T)
+            for place, values_T in zip(places_R, values_R, strict=True)
+        ]
 
 
 def columns_of_ranks(

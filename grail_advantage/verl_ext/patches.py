@@ -47,7 +47,9 @@ def wrap_entry(module: str) -> None:
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        import_module(module).start_run(config, functools.partial(validate, config, *args, **kwargs))
+        import_module(module).start_run(
+            config, functools.partial(validate, config, *args, **kwargs)
+        )
 
     def configure_verl_logging() -> None:
         import_module(module).register_trainers()
@@ -55,8 +57,12 @@ def wrap_entry(module: str) -> None:
 
     setattr(validate_config, WRAPPED, True)
     verl.utils.config.validate_config = validate_config
-    if configure is not None:  # else a verl without the v1 trainers, whose older one needs no registration
-        verl.utils.logging_utils.configure_verl_logging = functools.wraps(configure)(configure_verl_logging)
+    if (
+        configure is not None
+    ):  # else a verl without the v1 trainers, whose older one needs no registration
+        verl.utils.logging_utils.configure_verl_logging = functools.wraps(configure)(
+            configure_verl_logging
+        )
 
 
 def entry_is_wrapped() -> bool:
@@ -157,7 +163,9 @@ def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
     return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
 
 
-def gather_packed(engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size: int) -> torch.Tensor:
+def gather_packed(
+    engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size: int
+) -> torch.Tensor:
     """Packed values of all ranks of a sequence-parallel group, without the padding. Can go when
     ``FSDPEngineWithLMHead._gather_and_unpad_packed`` has a public name."""
     return engine._gather_and_unpad_packed(values_N, pad_size)
@@ -178,4 +186,7 @@ def copy_saved_shards(saved_models: dict[int, Any], name: int) -> None:
     saved = saved_models[name]
     if isinstance(saved, tuple):
         shards, global_spec = saved
-        saved_models[name] = ({key: (shard.clone(), spec) for key, (shard, spec) in shards.items()}, global_spec)
+        saved_models[name] = (
+            {key: (shard.clone(), spec) for key, (shard, spec) in shards.items()},
+            global_spec,
+        )

@@ -47,7 +47,9 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         """verl's, with the actor's worker in place."""
         self._replace_workers()
         super().init_workers()
-        self._get_dp_size(self.actor_rollout_wg, "actor")  # so that the worker group knows its ranks
+        self._get_dp_size(
+            self.actor_rollout_wg, "actor"
+        )  # so that the worker group knows its ranks
 
     def fit(self) -> None:
         with patches.advantages_by(self._weighted_advantages):
@@ -57,7 +59,8 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         # verl takes the data set's columns out of the batch here, and not all come back.
         columns = batch.non_tensor_batch
         self._columns = {
-            uid: {name: values[row] for name, values in columns.items()} for row, uid in enumerate(columns["uid"])
+            uid: {name: values[row] for name, values in columns.items()}
+            for row, uid in enumerate(columns["uid"])
         }
         return super()._get_gen_batch(batch)
 
@@ -68,7 +71,9 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         output.batch[ENTROPY] = output.batch["entropys"]
         return output, mfu
 
-    def _weighted_advantages(self, compute: Callable[..., DataProto], data: DataProto, **how: Any) -> DataProto:
+    def _weighted_advantages(
+        self, compute: Callable[..., DataProto], data: DataProto, **how: Any
+    ) -> DataProto:
         """verl's ``compute_advantage``, then the token weights."""
         self.timing_raw: dict[str, float] = {}
         # Under the method's name verl finds a function that only says what to do (_needs_token_weights).
@@ -107,7 +112,10 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         """The keys of the responses, and their fields as the v1 trainers have them in TransferQueue."""
         tensors = data.batch
         objects = data.non_tensor_batch
-        values = {**tensors, WRITTEN: tensors.pop(WRITTEN, tensors["response_mask"])}  # without it in bypass mode
+        values = {
+            **tensors,
+            WRITTEN: tensors.pop(WRITTEN, tensors["response_mask"]),
+        }  # without it in bypass mode
         # _compute_old_log_prob() put it there for the method alone.
         tensors.pop(ENTROPY, None)
         widths = [tensors[name].shape[1] for name in ("prompts", "responses")]
@@ -118,10 +126,14 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         }
         lengths = answered_BT.sum(dim=1).tolist()
         rows = [{name: column[row] for name, column in objects.items()} for row in range(len(data))]
-        entries = [{**self._columns.get(row["uid"], {}), **row, "extra_fields": row} for row in rows]
+        entries = [
+            {**self._columns.get(row["uid"], {}), **row, "extra_fields": row} for row in rows
+        ]
         for name in self._field_names():
             if name in values and name not in fields:
-                fields[name] = nested([of_T[:length] for of_T, length in zip(values[name], lengths, strict=True)])
+                fields[name] = nested(
+                    [of_T[:length] for of_T, length in zip(values[name], lengths, strict=True)]
+                )
             elif name in entries[0]:
                 fields[name] = [row[name] for row in entries]
         seen = Counter[str]()

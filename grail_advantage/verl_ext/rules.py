@@ -81,7 +81,13 @@ COMPARING = [
     "tir_optimal_token_baseline",
 ]
 """verl's estimators that compare the responses to a prompt. Of a single one they make its reward, or 0."""
-TOKEN_BASES = ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"]
+TOKEN_BASES = [
+    "gae",
+    "reinforce_plus_plus",
+    "remax",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+]
 """Those that give the tokens of a response different advantages, or read what a run with a method does not have."""
 DEFAULTS = "trainer/config/_generated_ppo_trainer.yaml"
 """verl's file of all its options with their defaults."""
@@ -91,8 +97,12 @@ data.gen_batch_size data.val_batch_size data.seed {ROLLOUT}.max_model_len {SCALE
 {ACTOR}.ppo_micro_batch_size_per_gpu {ROLLOUT}.log_prob_micro_batch_size_per_gpu
 """.split()
 """Options with a number, whose default is null."""
-PENALTY = "reward.reward_kwargs.overlong_buffer_cfg.enable"  # DAPO's, for responses near the length limit
-TARGETS, EXCLUDED, ADAPTER = (f"{MODEL}.{name}" for name in ("target_modules", "exclude_modules", "lora_adapter_path"))
+PENALTY = (
+    "reward.reward_kwargs.overlong_buffer_cfg.enable"  # DAPO's, for responses near the length limit
+)
+TARGETS, EXCLUDED, ADAPTER = (
+    f"{MODEL}.{name}" for name in ("target_modules", "exclude_modules", "lora_adapter_path")
+)
 EPOCHS = f"{ACTOR}.ppo_epochs"
 KL_LOSS = f"{ACTOR}.use_kl_loss"
 
@@ -110,7 +120,9 @@ def check_settings(settings: Settings) -> None:
             check_rules(against, settings, settings.named(shortcut))
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None) -> None:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any], method: BaseMethod | None
+) -> None:
     """Refuse a tokenizer, as verl loads it for ``actor_rollout_ref.model``, that text does not survive
     (:mod:`grail_advantage.answers.tokenizers`), that the method cannot work with, or whose tokens hide the answer.
     ValueError: naming the remedy."""
@@ -127,12 +139,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any]
         find_answer_spans([], tokenizer, method.span)
 
 
-def why_not_skip(s: Settings, model: PretrainedConfig | None = None, probe: Callable[[], Finding] | None = None) -> str:
+def why_not_skip(
+    s: Settings, model: PretrainedConfig | None = None, probe: Callable[[], Finding] | None = None
+) -> str:
     """Why an update without zero-advantage responses might not be the same; empty where it is. ``model``: as it is
     loaded, where it is known; ``probe`` asks it whether responses depend on those beside them, where nothing else is
     against it."""
     why = first_broken(AGAINST_SKIPPING, s)
-    if not why and model is not None and getattr(model.get_text_config(), "output_router_logits", False):
+    if (
+        not why
+        and model is not None
+        and getattr(model.get_text_config(), "output_router_logits", False)
+    ):
         why = "output_router_logits=True of the model: the loss of the routers reads every response"
     return why or _depends(probe)
 
@@ -168,7 +186,9 @@ def _verls_defaults() -> dict[str, Any]:
             else:
                 yield f"{prefix}{name}", value
 
-    config: Any = OmegaConf.to_container(OmegaConf.load(str(files("verl") / DEFAULTS)), resolve=False)
+    config: Any = OmegaConf.to_container(
+        OmegaConf.load(str(files("verl") / DEFAULTS)), resolve=False
+    )
     return dict(flat(config, ""))
 
 
@@ -179,7 +199,11 @@ IS_THRESHOLD = f"{CORRECTION}.rollout_is_threshold"
 def _given_as_text(s: Settings) -> str:
     """The first option of a number, or of true and false, that has a text. Those of the actor and the rollout come last:
     others may have handed it on to them."""
-    numbers = [name for name, default in _verls_defaults().items() if isinstance(default, bool | int | float)]
+    numbers = [
+        name
+        for name, default in _verls_defaults().items()
+        if isinstance(default, bool | int | float)
+    ]
     numbers.remove(IS_THRESHOLD)
     names = sorted((*numbers, *NUMBERS), key=lambda name: name.startswith("actor_rollout_ref."))
     return next((name for name in names if isinstance(s[name], str)), "")
@@ -245,14 +269,19 @@ def _underflowing(s: MethodSettings) -> str:
     """The option that asks for half of float32's exponents, of a method that takes gradients of the answer."""
     if s.method.uses not in ("saliency", "logits"):
         return ""
-    return next((name for name in (PARAM_DTYPE, MODEL_DTYPE) if str(s[name]) in ("fp16", "float16", "16")), "")
+    return next(
+        (name for name in (PARAM_DTYPE, MODEL_DTYPE) if str(s[name]) in ("fp16", "float16", "16")),
+        "",
+    )
 
 
 def _coarse_entropy(s: MethodSettings) -> str:
     """verl's option, in the actor's section or in that of its engine, where a method would rank coarse values."""
     if not s.method.ranks_entropy or not _half(s):
         return ""
-    option = CHUNKING if s[CHUNKING] is not None else CHUNKING.replace(ACTOR, f"{ACTOR}.{s[STRATEGY]}")
+    option = (
+        CHUNKING if s[CHUNKING] is not None else CHUNKING.replace(ACTOR, f"{ACTOR}.{s[STRATEGY]}")
+    )
     return "" if s[option] else option
 
 
@@ -295,7 +324,9 @@ def _discount(s: MethodSettings) -> str:
 
 def _lengths_in_loss(s: Settings) -> str:
     """The option by which the loss divides by numbers of tokens."""
-    if s[LOSS] == "sapo":  # it has each response's mean over its tokens, whatever loss_agg_mode says
+    if (
+        s[LOSS] == "sapo"
+    ):  # it has each response's mean over its tokens, whatever loss_agg_mode says
         return LOSS
     if s[AGGREGATION] == "seq-mean-token-sum":
         return ""
@@ -433,7 +464,9 @@ RULES = (
     ),
     Rule(
         option=PARALLEL_CALLS,
-        when=lambda s: getattr(s.method, "rewards", "") == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1),
+        when=lambda s: (
+            getattr(s.method, "rewards", "") == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1)
+        ),
         because=f"verl's list of rewards, {TOOL_REWARDS}, does not tell their turns",
         remedy="take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's "
         f"rewards={CALL_REWARDS}, or set 1",
@@ -463,7 +496,9 @@ RULES = (
         option=PENALTY,
         when=lambda s: s[PENALTY] and s.method.mask_truncated,
         because="most of it is for truncated responses, to which mask_truncated gives the advantage 0",
-        remedy=lambda s: f"set algorithm.{s.method.section}.mask_truncated=false, or leave the penalty out",
+        remedy=lambda s: (
+            f"set algorithm.{s.method.section}.mask_truncated=false, or leave the penalty out"
+        ),
         warned=True,
     ),
     *biases_of_turns(
@@ -562,7 +597,9 @@ def _against(shortcut: str) -> tuple[Rule, ...]:
         because = getattr(obstacle, shortcut)
         if because:
             when = obstacle.when or itemgetter(obstacle.option)
-            rules.append(Rule(option=obstacle.option, when=when, because=because, remedy="use auto"))
+            rules.append(
+                Rule(option=obstacle.option, when=when, because=because, remedy="use auto")
+            )
     return tuple(rules)
 
 

@@ -35,7 +35,12 @@ BASE = f"{SECTION}base"
 REUSE = f"{SECTION}reuse_log_probs"
 MISSING = f"{SECTION}missing_answers"
 DUMP_FOLDER = f"{DUMP}folder"
-BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")  # estimators of verl's, tested as the base
+BASES = (
+    "grpo",
+    "rloo",
+    "opo",
+    "reinforce_plus_plus_baseline",
+)  # estimators of verl's, tested as the base
 TRAINER_MODE = "trainer.v1.trainer_mode"
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 """verl's own values of it; with a method, ``grail_<mode>`` is that trainer with token weights."""
@@ -57,7 +62,9 @@ CORRECTION = "algorithm.rollout_correction"
 KL_IN_REWARD = "algorithm.use_kl_in_reward"
 BY_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 BYPASS = f"{CORRECTION}.bypass_mode"
-SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config."))
+SLICES = tuple(
+    f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config.")
+)
 """The two places where verl has this option."""
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
@@ -65,7 +72,9 @@ AGGREGATION = f"{ACTOR}.loss_agg_mode"
 SCALE = f"{ACTOR}.loss_scale_factor"
 BATCH = "data.train_batch_size"
 MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
-PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
+PARAM_DTYPE, MODEL_DTYPE = (
+    f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype")
+)
 CHUNKING = f"{ACTOR}.entropy_from_logits_with_chunking"
 OPTIONS_FILE = Path(__file__).with_name("config") / "token_weights.yaml"
 
@@ -111,7 +120,9 @@ class Settings:
             folder = Path(str(dump["folder"])).expanduser().absolute()
             dump_options = DumpOptions.of_section(DUMP.rstrip("."), {**dump, "folder": folder})
         method = build(name, algorithm.get(methods()[name].section))
-        return MethodSettings(config=plain, kind=kind, method=method, answer=answer, dump=dump_options)
+        return MethodSettings(
+            config=plain, kind=kind, method=method, answer=answer, dump=dump_options
+        )
 
     def __getitem__(self, option: str) -> Any:
         """The value of an option by its full name; ``None`` where the configuration does not have it."""

@@ -21,7 +21,9 @@ from grail_advantage.verl_ext.settings import CALL_REWARDS
 class TurnToolAgent(ToolAgentLoop):
     """As verl's ``tool_agent``, for any number of parallel calls."""
 
-    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
+    async def run(
+        self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any
+    ) -> AgentLoopOutput:
         output = await super().run(sampling_params, priority, **kwargs)
         # Also without a call, so that each response of a batch has the field.
         output.extra_fields.setdefault(CALL_REWARDS, [])
@@ -31,7 +33,9 @@ class TurnToolAgent(ToolAgentLoop):
         agent_data.extra_fields.setdefault(CALL_REWARDS, []).append([])
         return await super()._handle_processing_tools_state(agent_data)
 
-    async def _call_tool(self, tool_call: Any, tools_kwargs: dict[str, Any], agent_data: AgentData) -> Any:
+    async def _call_tool(
+        self, tool_call: Any, tools_kwargs: dict[str, Any], agent_data: AgentData
+    ) -> Any:
         of_turn = agent_data.extra_fields[CALL_REWARDS][-1]
         # The place is kept before the wait: a turn's calls run at the same time, and end in any order.
         place = len(of_turn)

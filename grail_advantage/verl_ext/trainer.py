@@ -32,7 +32,12 @@ from transfer_queue import KVBatchMeta
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import (
+    PPOTrainerColocateAsync,
+    PPOTrainerSeparateAsync,
+    PPOTrainerSync,
+    register_trainer,
+)
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.debug import marked_timer
 from verl.utils.debug.metrics import calculate_debug_metrics
@@ -99,12 +104,18 @@ class TokenWeightTrainer(WeighingTrainer):
         with patches.estimator_named(algorithm, self.settings[BASE]), uncorrected:
             batch = super()._compute_advantage(batch, metrics)
         with marked_timer(TIMING, self.timing_raw, color="purple"):
-            data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=self._field_names())
+            data = tq.kv_batch_get(
+                batch.keys, batch.partition_id, select_fields=self._field_names()
+            )
             weighed = self._weigh(batch.keys, data)
             values = response_to_nested(weighed.advantages, nested(weighed.rollouts.responses))
             # verl's metrics of a step read both.
-            fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
-            written = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+            fields = TensorDict(
+                {"advantages": values, "returns": values.clone()}, batch_size=len(batch)
+            )
+            written = tq.kv_batch_put(
+                keys=batch.keys, partition_id=batch.partition_id, fields=fields
+            )
         of_run = [not tag.get("is_padding", False) for tag in batch.tags]
         metrics.update(self._report(of_run, update=self.local_trigger_step))
         return written
@@ -163,12 +174,16 @@ class TokenWeightTrainer(WeighingTrainer):
         metrics = {}
         if self.settings[f"{ROLLOUT}.calculate_log_probs"]:
             names = ["responses", ROLLOUT_LOG_PROBS]
-            data = tq.kv_batch_get(list(rollouts.keys), batch.partition_id, select_fields=names).to_padded_tensor()
+            data = tq.kv_batch_get(
+                list(rollouts.keys), batch.partition_id, select_fields=names
+            ).to_padded_tensor()
             data[OLD_LOG_PROBS] = columns[OLD_LOG_PROBS]
             data["response_mask"] = updated_BT
             metrics.update(calculate_debug_metrics(DataProto(batch=data)))
         # 0 for NaN: a mask does not take NaN out of a sum.
-        metrics["actor/entropy"] = mean_of_loss(self.settings, columns[ENTROPY].nan_to_num(), updated_BT)
+        metrics["actor/entropy"] = mean_of_loss(
+            self.settings, columns[ENTROPY].nan_to_num(), updated_BT
+        )
         return metrics
 
     def _log_probs_now(self, batch: KVBatchMeta, places: Sequence[int]) -> torch.Tensor:
@@ -178,8 +193,14 @@ class TokenWeightTrainer(WeighingTrainer):
         request = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
         self.actor_rollout_wg.compute_log_prob(replace(batch, fields=None, extra_info=request))
         keys = [batch.keys[place] for place in places]
-        data = tq.kv_batch_get(keys, batch.partition_id, select_fields=["log_probs", "response_mask"])
-        return response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(0).float()
+        data = tq.kv_batch_get(
+            keys, batch.partition_id, select_fields=["log_probs", "response_mask"]
+        )
+        return (
+            response_from_nested(data["log_probs"], data["response_mask"])
+            .to_padded_tensor(0)
+            .float()
+        )
 
 
 @register_trainer("grail_sync")

@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
@@ -28,7 +32,14 @@ from grail_advantage.model.probe import Finding
 from grail_advantage.receipt import Piece
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.engine_model import EngineModel
-from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, build_reply, rows_of, without_zero_advantage
+from grail_advantage.verl_ext.exchange import (
+    LEAVE_OUT,
+    PLACES,
+    WATCHED,
+    build_reply,
+    rows_of,
+    without_zero_advantage,
+)
 from grail_advantage.verl_ext.own_forward import REUSE, OwnForward
 
 
@@ -37,7 +48,9 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
     the data-parallel group calls it with the same number of responses, and every rank of a sequence-parallel group with
     the same responses."""
     names = ("temperature", "step", "pad_token")
-    model = EngineModel(engine, **{name: tu.get_non_tensor_data(request, name, default=None) for name in names})
+    model = EngineModel(
+        engine, **{name: tu.get_non_tensor_data(request, name, default=None) for name in names}
+    )
     method: BaseMethod = tu.get_non_tensor_data(request, "signal", default=None)
     rows = [replace(row, tokens=row.tokens.to(get_device_id())) for row in rows_of(request)]
     with engine.eval_mode():
@@ -65,7 +78,9 @@ class UpdateReader:
         self._error: Exception | None = None
 
     @contextmanager
-    def optimiser_step(self, worker: Any, data: TensorDict, places: Sequence[int]) -> Iterator[None]:
+    def optimiser_step(
+        self, worker: Any, data: TensorDict, places: Sequence[int]
+    ) -> Iterator[None]:
         """Within, the loss function of verl's ``TrainingWorker`` reads the log-probabilities of ``data`` too, which has
         the field ``PLACES`` and the setting ``WATCHED``. ``places``: of all responses of the optimiser step."""
         scale = 1.0
@@ -74,7 +89,9 @@ class UpdateReader:
 
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             with self._attempt():
-                readings.append((Gradient(model_output["log_probs"]), data[PLACES], *_lengths(data)))
+                readings.append(
+                    (Gradient(model_output["log_probs"]), data[PLACES], *_lengths(data))
+                )
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
         with self._attempt():
@@ -92,7 +109,9 @@ class UpdateReader:
         finally:
             worker.loss_fn = loss_fn
         with self._attempt():
-            self._steps.append(OptimiserStep(list(places), [_piece(*reading, scale) for reading in readings]))
+            self._steps.append(
+                OptimiserStep(list(places), [_piece(*reading, scale) for reading in readings])
+            )
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -129,11 +148,17 @@ def _lengths(data: TensorDict) -> tuple[torch.Tensor, int]:
     return torch.stack([mask.sum(dim=1) for mask in masks], dim=1), responses.shape[1]
 
 
-def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, width: int, scale: float) -> Piece:
+def _piece(
+    read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, width: int, scale: float
+) -> Piece:
     """A micro-batch after its backward."""
     # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
-    log_probs_N = read.log_probs.values().cpu()  # in its own type, which says how exact the gradient is
-    gradient_N = torch.zeros_like(log_probs_N) if read.values is None else read.values.values().cpu() / scale
+    log_probs_N = (
+        read.log_probs.values().cpu()
+    )  # in its own type, which says how exact the gradient is
+    gradient_N = (
+        torch.zeros_like(log_probs_N) if read.values is None else read.values.values().cpu() / scale
+    )
     slots = []
     # An empty row, taken off below: pad_sequence() refuses an empty list.
     log_probs = [log_probs_N[:0]]
@@ -150,7 +175,9 @@ def _piece(read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, wi
             log_probs.append(log_probs_N[first:last])
             gradients.append(gradient_N[first:last])
             # Prompt tokens, and the last position, must have received nothing: check() names those that did.
-            outside.append(float(torch.cat([gradient_N[start:first], gradient_N[last:end]]).abs().max()))
+            outside.append(
+                float(torch.cat([gradient_N[start:first], gradient_N[last:end]]).abs().max())
+            )
         start = end
     return Piece(
         rows_b=torch.tensor(slots, dtype=torch.int64),
@@ -170,7 +197,9 @@ class TokenWeightTrainingWorker(TrainingWorker):
         self.update_reader = UpdateReader()
         self.own_forward = OwnForward()
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False
+    )
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
         """verl's, with old log-probabilities where the batch has none (:mod:`grail_advantage.verl_ext.own_forward`)."""
         if REUSE not in data:
@@ -179,14 +208,18 @@ class TokenWeightTrainingWorker(TrainingWorker):
         with self.own_forward.of_update(self, data):
             return super().train_mini_batch(data)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False
+    )
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.exchange`)."""
         watched = WATCHED in data
         reuses = REUSE in data
         if watched or reuses:
             data = data.copy()
-            data[PLACES] = places_R2 = torch.stack(data[PLACES].unbind())  # TransferQueue may give it nested
+            data[PLACES] = places_R2 = torch.stack(
+                data[PLACES].unbind()
+            )  # TransferQueue may give it nested
         if reuses:
             self.own_forward.ask_for_entropies(data)
         if LEAVE_OUT in data:

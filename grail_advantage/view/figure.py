@@ -23,7 +23,9 @@ from grail_advantage.view.page import range_of
 from grail_advantage.view.profile import by_method, flat, gave_advantages
 from grail_advantage.view.run import Run
 
-COLOURS = LinearSegmentedColormap.from_list("weights", ["#6aa5e8", "#fafafa", "#e8935a"]).with_extremes(bad="none")
+COLOURS = LinearSegmentedColormap.from_list(
+    "weights", ["#6aa5e8", "#fafafa", "#e8935a"]
+).with_extremes(bad="none")
 _STYLE = {
     "font.family": ["DejaVu Sans"],
     "font.size": 7,
@@ -42,7 +44,9 @@ _MARGIN = 5
 _LINES = 24  # most lines: of a longer response the first half, and the rest around the incorrect step or at the end
 
 
-def write_figure(run: Run, step: int | None, row: int | None, path: Path, width: float = 6.75) -> None:
+def write_figure(
+    run: Run, step: int | None, row: int | None, path: Path, width: float = 6.75
+) -> None:
     """Write the figure of a response of a run as SVG, PDF or PNG, by the file's suffix, so many inches wide. ValueError:
     another suffix, a width that leaves no room for the text, or no such response."""
     if path.suffix not in (".svg", ".pdf", ".png"):
@@ -51,7 +55,9 @@ def write_figure(run: Run, step: int | None, row: int | None, path: Path, width:
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
     content = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
-        draw(*find_response(run, step, row), width).savefig(content, format=path.suffix[1:], metadata=metadata)
+        draw(*find_response(run, step, row), width).savefig(
+            content, format=path.suffix[1:], metadata=metadata
+        )
     write_whole(path, content.getvalue())
 
 
@@ -89,16 +95,23 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     indent = 2 * _MARGIN + 4 * max(map(len, strips))
     columns = int((72 * width - indent - _MARGIN) / _CELL)
     if columns < 20:
-        raise ValueError(f"--width {width:g} leaves {max(0, columns)} characters a line beside the names; give more")
+        raise ValueError(
+            f"--width {width:g} leaves {max(0, columns)} characters a line beside the names; give more"
+        )
     named = zip(row["token_ids"], row["tokens"], strict=True)
     # A token without text and name shows that it is there.
-    texts = [visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}")) for token, text in named]
+    texts = [
+        visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}"))
+        for token, text in named
+    ]
     labels = json.loads(row["labels"] or "{}")
     wrong = range(*(range_of(labels.get("wrong_step"), len(texts)) or (0, 0)))
     lines = list(wrap(texts, columns))
     half = _LINES // 2
     if len(lines) > _LINES:
-        holds = (number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line))
+        holds = (
+            number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line)
+        )
         # The line before the incorrect step, so that it begins in sight; without one the end.
         second = next(holds, len(lines)) - 1
         second = min(max(half, second), len(lines) - half)
@@ -123,7 +136,13 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
                 slant = "normal"
             axes.text(x, top + 8, text.rstrip(" "), family=_FONTS, size=8, color=ink, style=slant)
         for place, method in enumerate(strips):
-            axes.text(indent - _MARGIN, top + _LINE + _STRIP * (place + 0.5), method, ha="right", va="center_baseline")
+            axes.text(
+                indent - _MARGIN,
+                top + _LINE + _STRIP * (place + 0.5),
+                method,
+                ha="right",
+                va="center_baseline",
+            )
 
     largest = max(float(np.nanmax(np.abs(values_T), initial=0)) for values_T in strips.values())
     limit = largest or 1.0
@@ -140,7 +159,15 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
             plotted = np.maximum(plotted, 1e-6)
         colours = COLOURS(norm(np.ma.masked_invalid(plotted)))
         bottom = tops + _LINE + _STRIP * place
-        bars(starts, _STRIP - 1, ends - starts, bottom, color=colours, edgecolor="#c3c6cd", linewidth=0.3)
+        bars(
+            starts,
+            _STRIP - 1,
+            ends - starts,
+            bottom,
+            color=colours,
+            edgecolor="#c3c6cd",
+            linewidth=0.3,
+        )
 
     axes.text(_MARGIN, high - 11, name)
     x = 2 * _MARGIN + 4 * len(name)
@@ -153,10 +180,15 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     answer = range(0)
     if row["span"]:
         answer = range(row["span"][0], row["span"][3])
-    for label, marked, colour in (("answer", answer, "#0a666e"), ("incorrect step", wrong, "#b3400a")):
+    for label, marked, colour in (
+        ("answer", answer, "#0a666e"),
+        ("incorrect step", wrong, "#b3400a"),
+    ):
         marked_N = np.isin(tokens, list(marked))
         if marked_N.any():
-            bars(starts[marked_N], 1.2, (ends - starts)[marked_N], tops[marked_N] + 9.5, color=colour)
+            bars(
+                starts[marked_N], 1.2, (ends - starts)[marked_N], tops[marked_N] + 9.5, color=colour
+            )
             bars(x + 100, 5, 12, high - 16, color=colour)
             axes.text(x + 115, high - 11, label)
             x += 24 + 4 * len(label)

@@ -42,7 +42,19 @@ logger = logging.getLogger(__name__)
 LONGEST_NAME = 255  # bytes of a file's name
 _BYTES = 15  # a rollout's in a page, for each token, in about
 _VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
-_FACTS = ("step", "update", "row", "id", "prompt", "ground_truth", "outcome", "reward", "answer", "truncated", "span")
+_FACTS = (
+    "step",
+    "update",
+    "row",
+    "id",
+    "prompt",
+    "ground_truth",
+    "outcome",
+    "reward",
+    "answer",
+    "truncated",
+    "span",
+)
 _READ = (*_FACTS, "no_scores", "labels", "token_ids", "tokens", "updates")
 _OF_ALL = ("group", "outcome", "effect", *NEEDED)
 _MORE = ("score", "old_log_prob", "rollout_log_probs", "by_update")
@@ -84,14 +96,19 @@ def write_report(
         raise ValueError(f"--rollouts {rollouts} and --megabytes {megabytes:g} must be at least 1")
     runs = [open_run(run) for run in (folder, *against)]
     for run in (opened for opened in runs if not opened.dump.files):
-        logger.warning("%s: no step was dumped, so that the report has its curves alone", visible(str(run.folder)))
+        logger.warning(
+            "%s: no step was dumped, so that the report has its curves alone",
+            visible(str(run.folder)),
+        )
     name = _file_name([str(run.folder.resolve()) for run in runs[1:]])
     path = Path(output or runs[0].folder / name)
     page = render(runs, rollouts, megabytes)
     try:
         write_whole(path, page)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({why(error)}); choose another file (--output)") from error
+        raise ValueError(
+            f"{path}: cannot be written ({why(error)}); choose another file (--output)"
+        ) from error
     return path
 
 
@@ -121,14 +138,18 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
     methods = compared or [name for name, _ in wholes[0].places][:1] or ["weights"]
     places = {
-        name: [line for of_run in wholes for line in of_run.lines(name if compared else None)] for name in methods
+        name: [line for of_run in wholes for line in of_run.lines(name if compared else None)]
+        for name in methods
     }
     index = {
-        "runs": [{"name": name, **of_run.index()} for name, of_run in zip(names, wholes, strict=True)],
+        "runs": [
+            {"name": name, **of_run.index()} for name, of_run in zip(names, wholes, strict=True)
+        ],
         "methods": methods,
         "curves": curves,
         "profiles": [{"title": name, "lines": lines} for name, lines in places.items() if lines],
-        "advantages": wholes[0].signed >= set(methods),  # all that the methods of the first run say of a token
+        "advantages": wholes[0].signed
+        >= set(methods),  # all that the methods of the first run say of a token
         "limits": _limits(held.samples),
         "rows": held.rows,
         "notes": [note for of_run in wholes for note in of_run.notes()],
@@ -141,7 +162,10 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     for part in (script, style):
         digest = hashlib.sha256(part.encode()).digest()
         hashes.append(base64.b64encode(digest).decode())
-    blocks = [f'<script type="text/plain" id="r{i}">{block}</script>' for i, block in enumerate(held.blocks)]
+    blocks = [
+        f'<script type="text/plain" id="r{i}">{block}</script>'
+        for i, block in enumerate(held.blocks)
+    ]
     parts = {
         "POLICY": "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; "
         "form-action 'none'".format(*hashes),
@@ -162,9 +186,13 @@ class Held:
     blocks: list[str] = field(default_factory=list)  # their values a token
     size: int = 0  # bytes of both
     groups: int = 0
-    samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))  # values by overlay
+    samples: dict[str, list[np.ndarray]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # values by overlay
 
-    def add(self, header: DumpHeader, table: pa.Table, run: int, signed: set[str], limit: float) -> bool:
+    def add(
+        self, header: DumpHeader, table: pa.Table, run: int, signed: set[str], limit: float
+    ) -> bool:
         """Take a group's rows, of run number ``run``, unless the page would become larger than ``most`` bytes by it;
         whether it did. ``signed``: the methods that give advantages."""
         methods = by_method(header, table)
@@ -180,7 +208,9 @@ class Held:
             start, end = edges[place : place + 2].tolist()
             trained = values_T[start:end][mask[start:end]].astype(np.float64)
             labels = json.loads(row["labels"] or "{}")
-            reasons = {name: texts_of["no_scores"][place].as_py() for name, texts_of in methods.items()}
+            reasons = {
+                name: texts_of["no_scores"][place].as_py() for name, texts_of in methods.items()
+            }
             entry = {name: row[name] for name in (*_FACTS, "no_scores")}
             entry["run"] = run
             entry["group"] = self.groups
@@ -205,9 +235,13 @@ class Held:
             texts = [text or header.special_tokens.get(token, "") for text, token in named]
             special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
             values = ",".join(
-                f"{_json(name)}:{texts_of[place]}" for name, texts_of in columns.items() if texts_of[place]
+                f"{_json(name)}:{texts_of[place]}"
+                for name, texts_of in columns.items()
+                if texts_of[place]
             )
-            blocks.append(packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}'))
+            blocks.append(
+                packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}')
+            )
         size = sum(map(len, [*blocks, packed(_json(rows))]))
         # The first group comes in whatever its size: a page without one shows no token.
         if self.rows and self.size + size > limit:
@@ -218,7 +252,9 @@ class Held:
         self.groups += 1
         return True
 
-    def _columns(self, table: pa.Table, methods: Mapping[str, pa.Table]) -> dict[str, list[str | None]]:
+    def _columns(
+        self, table: pa.Table, methods: Mapping[str, pa.Table]
+    ) -> dict[str, list[str | None]]:
         """By column, each response's values as the text of a JSON array; ``None`` where it has none."""
         sources = {name: flat(table[name]) for name in _VALUES}
         old, edges = flat(table["old_log_prob"])
@@ -246,7 +282,9 @@ class Held:
         steps = table["by_update"].combine_chunks().flatten()
         inner = json_arrays(*flat(pa.chunked_array([steps])))
         of_rows = pairwise(flat(table["by_update"])[1])
-        columns["by_update"] = [f"[{','.join(map(str, inner[start:end]))}]" for start, end in of_rows]
+        columns["by_update"] = [
+            f"[{','.join(map(str, inner[start:end]))}]" for start, end in of_rows
+        ]
         return columns
 
     def _sample(self, overlay: str, values: Sequence[float] | np.ndarray) -> None:
@@ -255,7 +293,9 @@ class Held:
         self.samples[overlay].append(np.asarray(values[::interval], dtype=np.float64))
 
 
-_POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])  # by exponent, negative ones from the end
+_POWERS = 10.0 ** np.concatenate(
+    [np.arange(60), np.arange(-60, 0)]
+)  # by exponent, negative ones from the end
 
 
 def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
@@ -266,7 +306,9 @@ def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
     exponents = np.floor(np.log10(np.abs(safe))).astype(np.int64)
     scale = _POWERS[3 - exponents]
     # As float32, which arrow prints in as few digits as it needs.
-    rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(np.float32)
+    rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(
+        np.float32
+    )
     words = pc.fill_null(pa.array(rounded, from_pandas=True).cast(pa.string()), "null")
     joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(offsets), words), ",").to_pylist()
     return [f"[{text}]" if text else None for text in joined]
@@ -298,10 +340,14 @@ class Whole:
     run: Run
     number: int  # of the page's runs
     header: DumpHeader | None = None  # of the first file
-    places: dict[tuple[str, str], np.ndarray] = field(default_factory=lambda: defaultdict(lambda: np.zeros((2, BINS))))
+    places: dict[tuple[str, str], np.ndarray] = field(
+        default_factory=lambda: defaultdict(lambda: np.zeros((2, BINS)))
+    )
     """By method and outcome, sum and number of the responses with scores of their mean weights by place."""
     scored: Counter[tuple[str, str]] = field(default_factory=Counter)  # responses, likewise
-    signed: set[str] = field(default_factory=set)  # methods that give advantages in place of weights
+    signed: set[str] = field(
+        default_factory=set
+    )  # methods that give advantages in place of weights
     responses: int = 0
     held: int = 0
     moved: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
@@ -321,7 +367,9 @@ class Whole:
             if header is None or not len(table):
                 continue
             self._count(header, table)
-            _, first, group_N = np.unique(table["group"].to_numpy(), return_index=True, return_inverse=True)
+            _, first, group_N = np.unique(
+                table["group"].to_numpy(), return_index=True, return_inverse=True
+            )
             # The first file tells how large a group is, and so from how many files the page takes some.
             if not chosen:
                 size = max(1.0, _BYTES * len(flat(table["mask"])[0]) / len(first))
@@ -332,7 +380,9 @@ class Whole:
                 continue
             # What earlier files left of their share goes to the later ones.
             share = (chosen.index(place) + 1) / len(chosen)
-            fit = 1 + int(max(0, 3 * (begin + room * share - held.size) / size))  # groups, by a third of the size
+            fit = 1 + int(
+                max(0, 3 * (begin + room * share - held.size) / size)
+            )  # groups, by a third of the size
             groups = np.argsort(first)[:fit]
             last = int(np.flatnonzero(np.isin(group_N, groups)).max())
             table = file.table(_OF_ROLLOUTS, last + 1)
@@ -340,7 +390,9 @@ class Whole:
                 rows = np.flatnonzero(group_N[: len(table)] == group)
                 held_then = len(held.rows) - start + len(rows)
                 full = not len(rows) or (held.rows and held_then > rollouts * share)
-                if full or not held.add(header, table.take(rows), self.number, self.signed, begin + room * share):
+                if full or not held.add(
+                    header, table.take(rows), self.number, self.signed, begin + room * share
+                ):
                     break
         self.held = len(held.rows) - start
 
@@ -384,7 +436,9 @@ class Whole:
             rows = self.scored[method, outcome]
             sums_K, count_K = self.places[method, outcome]
             if rows and method not in self.signed and (outcome or not lines):
-                means = [(k, float(sums_K[k] / count_K[k])) for k in np.flatnonzero(count_K).tolist()]
+                means = [
+                    (k, float(sums_K[k] / count_K[k])) for k in np.flatnonzero(count_K).tolist()
+                ]
                 points = [[100 * (k + 0.5) / BINS, _rounded(mean, 6)] for k, mean in means]
                 lines.append({"run": self.number, "label": label, "rows": rows, "points": points})
         return lines
@@ -437,8 +491,12 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for number, run in enumerate(runs):
             for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics)):
                 values = run.metrics[name].items()
-                if points := [[step, _rounded(value, 6)] for step, value in values if np.isfinite(value)]:
-                    plots[title].append({"run": number, "label": name.partition("/")[2] or name, "points": points})
+                if points := [
+                    [step, _rounded(value, 6)] for step, value in values if np.isfinite(value)
+                ]:
+                    plots[title].append(
+                        {"run": number, "label": name.partition("/")[2] or name, "points": points}
+                    )
     return [{"title": title, "lines": lines} for title, lines in plots.items()]
 
 
@@ -485,10 +543,14 @@ def rewards_of_turns(rewards: list[Any], count: int, align: str | None) -> list[
     nothing: list[float | None] = [None] * count
     lists = [reward if isinstance(reward, list) else [reward] for reward in rewards]
     calls = [[call for call in turn if call is not None] for turn in lists]
-    if not all(type(call) in (int, float) and abs(call) <= LARGEST for turn in calls for call in turn):
+    if not all(
+        type(call) in (int, float) and abs(call) <= LARGEST for turn in calls for call in turn
+    ):
         return nothing
     # One reward a call does not tell whose it is, where a turn may have several calls.
-    by_call = align == "calls" and not any(isinstance(reward, list) for reward in rewards) and count > 1
+    by_call = (
+        align == "calls" and not any(isinstance(reward, list) for reward in rewards) and count > 1
+    )
     if len(calls) > count or (by_call and len(calls) == count):
         return nothing
     values = [float(sum(turn)) if turn else None for turn in calls]
@@ -511,7 +573,9 @@ def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | Non
 def range_of(label: Any, length: int) -> tuple[int, int] | None:
     """A label as two places among ``length`` tokens, half-open; ``None`` where it is nothing of that kind."""
     # Not isinstance(): a label may hold true.
-    if not (isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label)):
+    if not (
+        isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label)
+    ):
         return None
     start, end = label
     return (start, end) if 0 <= start <= end <= length else None

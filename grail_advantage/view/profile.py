@@ -12,7 +12,15 @@ import pyarrow.compute as pc
 from grail_advantage.dump import DumpHeader
 
 BINS = 20
-NEEDED = ("span", "no_scores", "mask", "weight", "base_advantage", "advantage", "methods")  # columns
+NEEDED = (
+    "span",
+    "no_scores",
+    "mask",
+    "weight",
+    "base_advantage",
+    "advantage",
+    "methods",
+)  # columns
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +46,10 @@ def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
     for name in pc.unique(entries.field("name")).to_pylist():
         chosen = pc.indices_nonzero(pc.equal(entries.field("name"), name))
         rows = table.take(row_of.take(chosen))
-        columns = {field: entries.field(field).take(chosen) for field in ("score", "weight", "no_scores", "advantage")}
+        columns = {
+            field: entries.field(field).take(chosen)
+            for field in ("score", "weight", "no_scores", "advantage")
+        }
         if columns["advantage"].null_count and not rows["base_advantage"].null_count:
             weight, offsets = flat(pa.chunked_array([columns["weight"]]))
             base, _ = flat(rows["base_advantage"])

@@ -13,7 +13,9 @@ from grail_advantage.receipt import report
 def rollout_names(dump: TokenDump) -> dict[tuple[int, int, str], str]:
     """The name that the page has for each response, by step, update and key."""
     rows = dump.table(["step", "update", "key", "row"]).to_pylist()
-    steps = [f"{row['step']}u{row['update']}" if row["update"] else f"{row['step']}" for row in rows]
+    steps = [
+        f"{row['step']}u{row['update']}" if row["update"] else f"{row['step']}" for row in rows
+    ]
     keys = [(row["step"], row["update"], row["key"]) for row in rows]
     return {key: f"{step}.{row['row']}" for key, step, row in zip(keys, steps, rows, strict=True)}
 
@@ -25,7 +27,11 @@ def run_receipts(dump: TokenDump) -> dict[str, Any] | None:
         return None
     names = rollout_names(dump)
     run = report.run_receipt(records, lambda *key: names.get(key))
-    return {"summary": report.summary(run), "unseen": report.unseen(run), "findings": run["findings"]}
+    return {
+        "summary": report.summary(run),
+        "unseen": report.unseen(run),
+        "findings": run["findings"],
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,5 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         return []
 
     called = "a run's folder (with tokens/), a token dump's, or a file of JSON lines"
-    remedy = "train with a token dump, and without received=false among its options (docs/token_dump.md)"
-    return report.main(argv, read=read, called=called, remedy=lambda path: remedy, rollout=lambda *key: names.get(key))
+    remedy = (
+        "train with a token dump, and without received=false among its options (docs/token_dump.md)"
+    )
+    return report.main(
+        argv,
+        read=read,
+        called=called,
+        remedy=lambda path: remedy,
+        rollout=lambda *key: names.get(key),
+    )

@@ -35,7 +35,9 @@ def open_run(path: Path | str) -> Run:
         # verl writes the figures of PROJECT/EXPERIMENT beside that folder.
         folder = path.with_name(path.name.removesuffix(".jsonl"))
     if folder == path and path.is_file():
-        raise ValueError(f"{path} is no run: give its folder, or its file of metrics, which ends in .jsonl")
+        raise ValueError(
+            f"{path} is no run: give its folder, or its file of metrics, which ends in .jsonl"
+        )
     files = [path, folder / METRICS_FILE, Path(f"{folder.resolve()}.jsonl")]
     dump = read_dump(folder / TOKENS)
     if not dump.files:
@@ -67,7 +69,9 @@ def read_metrics(file: Path, problems: list[str]) -> dict[str, dict[int, float]]
                 record = read_json(line)
                 for name, value in record["data"].items():
                     if isinstance(value, int | float | None):
-                        metrics.setdefault(name, {})[int(record["step"])] = math.nan if value is None else float(value)
+                        metrics.setdefault(name, {})[int(record["step"])] = (
+                            math.nan if value is None else float(value)
+                        )
             except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
                 unread.append(place)
     except (OSError, ValueError) as error:

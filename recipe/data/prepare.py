@@ -18,7 +18,9 @@ from grail_advantage.text_io import say
 from recipe.data import specs
 from recipe.data.specs import BENCHMARKS, SPECS, DatasetSpec, benchmark_names
 
-Rows = Iterable[tuple[str, Any]]  # each with its place, such as ``line 3``; of a file as bytes of JSON
+Rows = Iterable[
+    tuple[str, Any]
+]  # each with its place, such as ``line 3``; of a file as bytes of JSON
 
 
 def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
@@ -28,7 +30,9 @@ def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:
     names = [f"{spec.name}.jsonl", f"{spec.name}_{spec.hub_split}.jsonl"]
     if not (files := [folder / name for name in names if (folder / name).is_file()]):
         raise ValueError(f"--local-dir {folder} has neither {' nor '.join(names)}")
-    return str(files[0]), ((f"line {n}", line) for n, line in enumerate(files[0].open("rb"), 1) if line.strip())
+    return str(files[0]), (
+        (f"line {n}", line) for n, line in enumerate(files[0].open("rb"), 1) if line.strip()
+    )
 
 
 def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
@@ -36,7 +40,13 @@ def read_hub(spec: DatasetSpec, place: str) -> tuple[str, Rows]:
     cached."""
     name, config, split = [*place.split(":", 2), "", ""][:3]
     rows = datasets.load_dataset(name, config or None, split=split or spec.hub_split)
-    used = {spec.problem, spec.gold, "context", *spec.ids, *spec.required}  # without the pictures of some copies
+    used = {
+        spec.problem,
+        spec.gold,
+        "context",
+        *spec.ids,
+        *spec.required,
+    }  # without the pictures of some copies
     rows = rows.select_columns([column for column in rows.column_names if column in used])
     return place, ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
@@ -82,20 +92,49 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare the named datasets, print a summary of each, and return 0 if every one is there."""
-    parser = argparse.ArgumentParser("python -m recipe.data.prepare", description="Write parquet files for verl.")
+    parser = argparse.ArgumentParser(
+        "python -m recipe.data.prepare", description="Write parquet files for verl."
+    )
     add = parser.add_argument
     hub_form = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
     add("--output-dir", type=Path, default=Path("data"), help="folder for the files (data)")
-    add("--benchmarks", type=benchmark_names, default="all", help=f"all (six), none, or of {', '.join(BENCHMARKS)}")
-    add("--train", choices=("deepmath", "gsm8k_train", "none"), default="deepmath", help="the training set (deepmath)")
-    add("--local-dir", type=Path, help="folder with NAME.jsonl for every dataset, in place of the Hugging Face hub")
-    add("--hub-id", action="append", default=[], metavar=hub_form, help="another place on the hub; may be repeated")
-    add("--prompt", choices=specs.PROMPTS, default="corrected", help="published: with its U+0008, as NAME_published")
+    add(
+        "--benchmarks",
+        type=benchmark_names,
+        default="all",
+        help=f"all (six), none, or of {', '.join(BENCHMARKS)}",
+    )
+    add(
+        "--train",
+        choices=("deepmath", "gsm8k_train", "none"),
+        default="deepmath",
+        help="the training set (deepmath)",
+    )
+    add(
+        "--local-dir",
+        type=Path,
+        help="folder with NAME.jsonl for every dataset, in place of the Hugging Face hub",
+    )
+    add(
+        "--hub-id",
+        action="append",
+        default=[],
+        metavar=hub_form,
+        help="another place on the hub; may be repeated",
+    )
+    add(
+        "--prompt",
+        choices=specs.PROMPTS,
+        default="corrected",
+        help="published: with its U+0008, as NAME_published",
+    )
     options = parser.parse_args(arguments)
     hub_ids = dict(text.partition("=")[::2] for text in options.hub_id)
     names = [name for name in (options.train, *options.benchmarks) if name != "none"]
     if not names or not hub_ids.keys() <= {*names}:
-        parser.error(f"--train and --benchmarks want {names or 'nothing'}; --hub-id names {[*hub_ids]}")
+        parser.error(
+            f"--train and --benchmarks want {names or 'nothing'}; --hub-id names {[*hub_ids]}"
+        )
     failed = 0
     for name in names:
         spec = SPECS[name]
@@ -107,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 source, rows = read_hub(spec, hub_ids.get(name, spec.hub))
             say(prepare_dataset(spec, source, rows, options.prompt, options.output_dir))
         except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            remedy = "" if local else f"; name another place with --hub-id {name}=, or a --local-dir"
+            remedy = (
+                "" if local else f"; name another place with --hub-id {name}=, or a --local-dir"
+            )
             say(f"FAILED {name}: {type(error).__name__}: {error}{remedy}", file=sys.stderr)
             failed = 1
     return failed

@@ -22,7 +22,11 @@ PUBLISHED_SUFFIX = PROMPT_SUFFIX.replace(r"\b", "\b")
 """As the published run's model read it: its code has a plain string, in which ``\\b`` is the character U+0008."""
 PROMPTS = {"corrected": PROMPT_SUFFIX, "published": PUBLISHED_SUFFIX}
 ENDINGS = {"corrected": ".parquet", "published": "_published.parquet"}  # of the files' names
-READERS = {"plain": lambda value: value, "boxed": last_boxed, "hashes": lambda text: text.partition("####")[2]}
+READERS = {
+    "plain": lambda value: value,
+    "boxed": last_boxed,
+    "hashes": lambda text: text.partition("####")[2],
+}
 """From a column to the ground truth: the value itself, the last complete box in its text, the text after ####."""
 
 
@@ -32,18 +36,28 @@ class DatasetSpec(NamedTuple):
     name: str
     hub: str  # ORG/DATASET[:CONFIG]
     rows: int  # of the published set
-    problem: str = "problem"  # column with a text, or with a list of chat messages that is one of the user
+    problem: str = (
+        "problem"  # column with a text, or with a list of chat messages that is one of the user
+    )
     gold: str = "answer"  # column that one of READERS reads
     reader: str = "plain"
-    ids: Sequence[str] = ("id",)  # columns that together name a row in its source: exercise numbers repeat by book
+    ids: Sequence[str] = (
+        "id",
+    )  # columns that together name a row in its source: exercise numbers repeat by book
     split: str = "test"  # in the written rows
     hub_split: str = "test"
-    required: Mapping[str, str] = {}  # rows with another value are of another task: physics, proofs, other languages
+    required: Mapping[
+        str, str
+    ] = {}  # rows with another value are of another task: physics, proofs, other languages
 
 
 _HERE = Path(__file__).parent
-SPECS = {row["name"]: DatasetSpec(**row) for row in json.loads((_HERE / "datasets.json").read_bytes())}
-PUBLISHED_SUBSETS: Mapping[str, Mapping[str, str]] = json.loads((_HERE / "published_subsets.json").read_bytes())
+SPECS = {
+    row["name"]: DatasetSpec(**row) for row in json.loads((_HERE / "datasets.json").read_bytes())
+}
+PUBLISHED_SUBSETS: Mapping[str, Mapping[str, str]] = json.loads(
+    (_HERE / "published_subsets.json").read_bytes()
+)
 """For each of the sets with a subset: the published problems' ids, and the beginnings of their hashes."""
 BENCHMARKS = tuple(name for name, spec in SPECS.items() if spec.split == "test")
 
@@ -52,16 +66,25 @@ def benchmark_names(text: str) -> list[str]:
     """Read ``--benchmarks``: ``all`` for the published six, ``none``, or names with commas (else ArgumentTypeError)."""
     names = {"all": BENCHMARKS[:6], "none": ()}.get(text, text.split(","))
     if unknown := [name for name in names if name not in BENCHMARKS]:
-        raise ArgumentTypeError(f"{unknown} unknown; choose from {', '.join(BENCHMARKS)}, or all for the first six")
+        raise ArgumentTypeError(
+            f"{unknown} unknown; choose from {', '.join(BENCHMARKS)}, or all for the first six"
+        )
     return list(dict.fromkeys(names))
 
 
 def user_messages(problem: str, suffix: str = PROMPT_SUFFIX) -> list[dict[str, str]]:
     """Return the chat that asks for ``problem``: one user turn that ends in exactly one suffix."""
-    return [{"role": "user", "content": problem.strip().removesuffix(PROMPT_SUFFIX.strip()).strip() + suffix}]
+    return [
+        {
+            "role": "user",
+            "content": problem.strip().removesuffix(PROMPT_SUFFIX.strip()).strip() + suffix,
+        }
+    ]
 
 
-def convert(spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFFIX) -> dict[str, Any]:
+def convert(
+    spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFFIX
+) -> dict[str, Any]:
     """Turn a row of the source into one of the written file: the columns that verl's ``RLHFDataset`` and reward
     functions read. ``index`` is still 0; ``id`` names the row in its source (empty if it has no name). KeyError,
     ValueError, TypeError, AttributeError: a field is missing, or cannot be used."""

@@ -23,7 +23,14 @@ from recipe.data.specs import BENCHMARKS, PROMPTS, benchmark_names
 from recipe.evaluate import report, sampling
 from recipe.evaluate.sampling import KEY, digest, read_samples
 
-SAMPLING = {"samples": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 8192, "seed": 0}
+SAMPLING = {
+    "samples": 3,
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "max_tokens": 8192,
+    "seed": 0,
+}
 """The published samples a problem and parameters of vLLM; temperature 0 is greedy, top_k 0 all tokens."""
 
 
@@ -38,8 +45,15 @@ def evaluate(options: Namespace) -> dict[str, Any]:
             template = Path(options.chat_template)
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer of {model} has no chat template; base models need --chat-template base_math")
-    chat = partial(tokenizer.apply_chat_template, add_generation_prompt=True, enable_thinking=False, return_dict=False)
+        raise ValueError(
+            f"the tokenizer of {model} has no chat template; base models need --chat-template base_math"
+        )
+    chat = partial(
+        tokenizer.apply_chat_template,
+        add_generation_prompt=True,
+        enable_thinking=False,
+        return_dict=False,
+    )
     problems["prompt_ids"] = problems["messages"].map(chat)
     problems["prompt"] = problems["prompt_ids"].map(digest)
     samples = problems.merge(pd.DataFrame({"sample": range(options.samples)}), how="cross")
@@ -49,18 +63,28 @@ def evaluate(options: Namespace) -> dict[str, Any]:
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         engine += ", batch-invariant"
     with sampling.open_samples(path, {"model": model_hash, **drawing, "engine": engine}) as file:
-        missing = samples[~samples.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)]
+        missing = samples[
+            ~samples.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)
+        ]
         if len(missing):
             # Of all problems, so that a resumed evaluation runs in the same engine.
             longest = max(map(len, problems["prompt_ids"])) + options.max_tokens
             start = partial(sampling.start_engine, model, longest, options.tensor_parallel_size)
             asyncio.run(sampling.draw(start, missing, drawing, tokenizer, file))
     example = {"prompt": chat(problems["messages"][0], tokenize=False)}
-    run = {"model": options.model, "model_hash": model_hash, "engine": engine, "sampling": drawing, "example": example}
+    run = {
+        "model": options.model,
+        "model_hash": model_hash,
+        "engine": engine,
+        "sampling": drawing,
+        "example": example,
+    }
     return grade_folder(options.output_dir, run, options.grader, samples)
 
 
-def grade_folder(folder: Path, run: dict[str, Any], grader: str, samples: pd.DataFrame) -> dict[str, Any]:
+def grade_folder(
+    folder: Path, run: dict[str, Any], grader: str, samples: pd.DataFrame
+) -> dict[str, Any]:
     """Grade those samples of a folder that ``samples`` names (:data:`KEY`, ``gold``), and write the scores."""
     drawn = samples[[*KEY, "gold"]].merge(read_samples(folder / "generations.jsonl"))
     if len(drawn) < len(samples):
@@ -71,7 +95,9 @@ def grade_folder(folder: Path, run: dict[str, Any], grader: str, samples: pd.Dat
     return report.summarise(run | {"grader": grader, "scores_hash": digest(lines)}, scores)
 
 
-def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[dict[str, Any], pd.DataFrame]:
+def finished(
+    folder: Path, kind: type[report.Wanted] = report.Wanted
+) -> tuple[dict[str, Any], pd.DataFrame]:
     """Returns what a finished evaluation ran, and what its scores hold of ``kind``.
 
     Raises:
@@ -79,7 +105,9 @@ def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[d
     """
     path = folder / "results.json"
     try:
-        run = sampling.checked(report.Results, read_json(read_bytes(path))).run.model_dump(exclude_unset=True)
+        run = sampling.checked(report.Results, read_json(read_bytes(path))).run.model_dump(
+            exclude_unset=True
+        )
         path = folder / "scores.jsonl"
         scores = report.read_scores(path, kind)
         path = folder / "generations.jsonl"
@@ -90,7 +118,9 @@ def finished(folder: Path, kind: type[report.Wanted] = report.Wanted) -> tuple[d
     differing = [name for name in ran.keys() & begun.keys() if ran[name] not in (None, begun[name])]
     if differing:
         name = min(differing)
-        raise ValueError(f"{path} has samples with another {name} than results.json; run the evaluation again")
+        raise ValueError(
+            f"{path} has samples with another {name} than results.json; run the evaluation again"
+        )
     return run, scores
 
 
@@ -101,27 +131,79 @@ def results(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     lines = (folder / "scores.jsonl").read_text(encoding="utf-8")
     # Scores are written first, so that a kill may leave them beside the results of another grading.
     if run.get("scores_hash") not in (None, digest(lines)):
-        raise ValueError(f"{folder}/scores.jsonl is of another grading than results.json; use --regrade {folder}")
+        raise ValueError(
+            f"{folder}/scores.jsonl is of another grading than results.json; use --regrade {folder}"
+        )
     return report.summarise(run, scores) | {"folder": str(folder)}, scores
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = ArgumentParser("recipe.evaluate", description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(
+        "recipe.evaluate", description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
     action = parser.add_mutually_exclusive_group(required=True).add_argument
-    action("--model", help="Hugging Face folder, verl checkpoint .../global_step_N, or a name on the hub")
-    action("--regrade", type=Path, metavar="DIR", help="grade the samples of a finished --output-dir again")
-    action("--compare", nargs=2, type=Path, metavar=("A", "B"), help="compare two finished output folders, B minus A")
-    add("--output-dir", type=Path, help="folder for generations, scores and results, or for the comparison")
-    add("--benchmarks", type=benchmark_names, default="all", help=f"all (six), or some of {', '.join(BENCHMARKS)}")
-    add("--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled")
-    add("--prompt", choices=PROMPTS, default="corrected", help="published: as prepare_data --prompt published wrote it")
+    action(
+        "--model",
+        help="Hugging Face folder, verl checkpoint .../global_step_N, or a name on the hub",
+    )
+    action(
+        "--regrade",
+        type=Path,
+        metavar="DIR",
+        help="grade the samples of a finished --output-dir again",
+    )
+    action(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="compare two finished output folders, B minus A",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        help="folder for generations, scores and results, or for the comparison",
+    )
+    add(
+        "--benchmarks",
+        type=benchmark_names,
+        default="all",
+        help=f"all (six), or some of {', '.join(BENCHMARKS)}",
+    )
+    add(
+        "--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled"
+    )
+    add(
+        "--prompt",
+        choices=PROMPTS,
+        default="corrected",
+        help="published: as prepare_data --prompt published wrote it",
+    )
     for name, default in SAMPLING.items():
-        add(f"--{name.replace('_', '-')}", type=type(default), default=default, help="see vLLM's SamplingParams")
-    add("--chat-template", help="base_math (for base models) or a .jinja file, in place of the tokenizer's")
-    add("--grader", choices=("reward", "published", "both"), default="reward", help="as in training; as GRAIL's code")
-    add("--tensor-parallel-size", type=int, default=1, help="GPUs of each vLLM engine; as many engines as fit")
+        add(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            help="see vLLM's SamplingParams",
+        )
+    add(
+        "--chat-template",
+        help="base_math (for base models) or a .jinja file, in place of the tokenizer's",
+    )
+    add(
+        "--grader",
+        choices=("reward", "published", "both"),
+        default="reward",
+        help="as in training; as GRAIL's code",
+    )
+    add(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="GPUs of each vLLM engine; as many engines as fit",
+    )
     options = parser.parse_args(arguments)
     if options.model and options.output_dir is None:
         parser.error("--model needs --output-dir")
@@ -137,7 +219,9 @@ def main(arguments: list[str] | None = None) -> None:
             result = evaluate(options)
         if folder is not None:
             write_whole(folder / f"{name}.md", report.page(result))
-            write_whole(folder / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+            write_whole(
+                folder / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+            )
     except (ValueError, RuntimeError, OSError, CalledProcessError) as error:
         sys.exit(visible(f"{parser.prog}: error: {error}", breaks=False))
     say(*report.page(result).split("\n"))

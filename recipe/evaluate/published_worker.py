@@ -50,12 +50,20 @@ if __name__ == "__main__":
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     with suppress(ValueError):  # lower already
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # the workers inherit it
-    pairs = [(published_gold(benchmark, gold), published_box(text)) for benchmark, text, gold in json.load(sys.stdin)]
+    pairs = [
+        (published_gold(benchmark, gold), published_box(text))
+        for benchmark, text, gold in json.load(sys.stdin)
+    ]
     with ProcessPool(context=get_context("fork")) as pool:
         futures = [pool.schedule(judge, pair, timeout=SECONDS) for pair in pairs]
         verdicts = [None if future.exception() else future.result() for future in futures]
     graded = [
-        {"score": verdict, "answer_found": box is not None, "verify_failed": verdict is None, "pred": (box or "")[:128]}
+        {
+            "score": verdict,
+            "answer_found": box is not None,
+            "verify_failed": verdict is None,
+            "pred": (box or "")[:128],
+        }
         for verdict, (_, box) in zip(verdicts, pairs, strict=True)
     ]
     print(json.dumps(graded))

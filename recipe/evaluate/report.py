@@ -23,7 +23,12 @@ from grail_advantage.reward import compute_score
 from grail_advantage.text_io import table, visible
 from recipe.evaluate.sampling import KEY, Count, Key, Record, checked, records
 
-INTERVAL = {"level": 0.95, "method": "percentile bootstrap over problems", "resamples": 10_000, "seed": 0}
+INTERVAL = {
+    "level": 0.95,
+    "method": "percentile bootstrap over problems",
+    "resamples": 10_000,
+    "seed": 0,
+}
 
 
 class Drawing(Record, extra="allow"):
@@ -94,7 +99,9 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
             verdicts = [*executor.map(compute_score, *answers.to_numpy().T)]
     graded = pd.DataFrame(verdicts, index=samples.index)
     names = {"score": "right", "answer_found": "answered", "verify_failed": "no_verdict"}
-    scores = samples[[*KEY, "tokens", "gold"]].join(graded[[*names]].astype(bool).rename(columns=names))
+    scores = samples[[*KEY, "tokens", "gold"]].join(
+        graded[[*names]].astype(bool).rename(columns=names)
+    )
     return scores.assign(truncated=samples["finish_reason"] == "length", answer=graded["pred"])
 
 
@@ -111,7 +118,9 @@ def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
     if "right_published" in scores:
         metrics["acc, published"] = ("right_published", "mean")
         metrics["pass, published"] = ("right_published", "max")
-    problems = scores.assign(unanswered=~scores["answered"]).groupby(["benchmark", "index"], sort=False)
+    problems = scores.assign(unanswered=~scores["answered"]).groupby(
+        ["benchmark", "index"], sort=False
+    )
     return problems.agg(**metrics).astype(float)
 
 
@@ -120,10 +129,17 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
     of their ``mean`` and their ``weighted_mean``. ``problems``: as of :func:`by_problem`, or a difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 
-    def of_means(means: np.ndarray) -> dict[str, Any]:  # the first row is of the problems themselves
+    def of_means(
+        means: np.ndarray,
+    ) -> dict[str, Any]:  # the first row is of the problems themselves
         low, high = np.quantile(means[1:], [0.025, 0.975], axis=0)
         # Differences of means are sums of fractions, so that equal runs may differ by rounding.
-        rows = {"value": means[0], "low": low, "high": high, "above_zero": (means[1:] > 1e-9).mean(axis=0)}
+        rows = {
+            "value": means[0],
+            "low": low,
+            "high": high,
+            "above_zero": (means[1:] > 1e-9).mean(axis=0),
+        }
         return pd.DataFrame(rows, index=names).T.to_dict()
 
     benchmarks = {}
@@ -137,7 +153,11 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
         means.append(np.vstack([of_name.mean(), counts @ of_name.to_numpy() / count]))
         benchmarks[name] = {"problems": count, **of_means(means[-1])}
     weighted = np.average(means, axis=0, weights=[row["problems"] for row in benchmarks.values()])
-    return {"benchmarks": benchmarks, "mean": of_means(np.mean(means, axis=0)), "weighted_mean": of_means(weighted)}
+    return {
+        "benchmarks": benchmarks,
+        "mean": of_means(np.mean(means, axis=0)),
+        "weighted_mean": of_means(weighted),
+    }
 
 
 def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
@@ -150,13 +170,17 @@ def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
         row |= {column.replace("_published", ", published"): int(count) for column, count in counts}
         row["responses"] = len(of_name)
         row["tokens_of_answered"] = of_name[of_name["answered"]]["tokens"].mean()
-    tokens, sizes = pd.DataFrame(result["benchmarks"]).loc[["tokens_of_answered", "problems"]].to_numpy(float)
+    tokens, sizes = (
+        pd.DataFrame(result["benchmarks"]).loc[["tokens_of_answered", "problems"]].to_numpy(float)
+    )
     result["mean"]["tokens_of_answered"] = tokens.mean()
     result["weighted_mean"]["tokens_of_answered"] = np.average(tokens, weights=sizes)
     return {"run": run, "interval": INTERVAL, **result}
 
 
-def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...]) -> dict[str, Any]:
+def compare(
+    results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...]
+) -> dict[str, Any]:
     """Returns the figures of the second of two runs minus those of the first, beside the results of both; ValueError
     names all differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
     settings = []
@@ -165,7 +189,12 @@ def compare(results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...
         run = result["run"]
         # Two evaluations may differ in their seed.
         settings.append({**run["sampling"], "grader": run.get("grader"), "seed": None})
-        benchmarks.append({name: rows.to_dict("list") for name, rows in frame[[*KEY, "gold"]].groupby("benchmark")})
+        benchmarks.append(
+            {
+                name: rows.to_dict("list")
+                for name, rows in frame[[*KEY, "gold"]].groupby("benchmark")
+            }
+        )
     unequal = [f"{name} {a!r} and {b!r}" for name, a, b in _differing(*settings)]
     unequal += [f"prompts or ground truths of {name}" for name, _, _ in _differing(*benchmarks)]
     if unequal:
@@ -188,18 +217,27 @@ def page(result: dict[str, Any]) -> str:
     sign = "" if "run" in result else "+z"  # of the figures of a comparison
     digits_of_shares = 2 if sign else 1
     rows = []
-    means = {"mean over benchmarks": result["mean"], "mean weighted by problems": result["weighted_mean"]}
+    means = {
+        "mean over benchmarks": result["mean"],
+        "mean weighted by problems": result["weighted_mean"],
+    }
     names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
     for label, row in (result["benchmarks"] | means).items():
         rows.append([shown(label), row.get("problems", "")])
         for name in names:
             scale = 1 if name == "tokens" else 100
             digits = 0 if name == "tokens" else digits_of_shares
-            value, low, high = (f"{scale * row[name][key]:{sign}.{digits}f}" for key in ("value", "low", "high"))
+            value, low, high = (
+                f"{scale * row[name][key]:{sign}.{digits}f}" for key in ("value", "low", "high")
+            )
             # Of a difference also the share of resamples in which B is above A.
             share = f", {row[name]['above_zero']:.1%}" if sign else ""
             rows[-1].append(f"{value} [{low}, {high}]{share}")
-    head = ["benchmark", "problems", *(name if name == "tokens" else f"{name}, %" for name in names)]
+    head = [
+        "benchmark",
+        "problems",
+        *(name if name == "tokens" else f"{name}, %" for name in names),
+    ]
     lines = "\n".join(table(head, rows, right=1))
     if sign:
         a = result["first"]
@@ -207,8 +245,16 @@ def page(result: dict[str, Any]) -> str:
         return f"{page(a)}\n{page(b)}\n# B (`{shown(b['folder'])}`) minus A (`{shown(a['folder'])}`)\n\n{lines}\n"
     settings = result["run"] | result["run"]["sampling"]
     settings["mean tokens of responses with a box"] = f"{result['mean']['tokens_of_answered']:.0f}"
-    settings |= pd.DataFrame(result["benchmarks"].values()).filter(like="no_verdict").sum().astype(int).to_dict()
-    listed = [shown(f"{name} {value}") for name, value in settings.items() if not isinstance(value, dict)]
+    settings |= (
+        pd.DataFrame(result["benchmarks"].values())
+        .filter(like="no_verdict")
+        .sum()
+        .astype(int)
+        .to_dict()
+    )
+    listed = [
+        shown(f"{name} {value}") for name, value in settings.items() if not isinstance(value, dict)
+    ]
     return f"# Evaluation of `{shown(settings['model'])}`\n\n{lines}\n\n{', '.join(listed)}.\n"
 
 

@@ -75,7 +75,9 @@ def checked(kind: type[Checked], record: Any) -> Checked:
         return kind.model_validate(record)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the value'}: {first['msg']}") from None
+        raise ValueError(
+            f"{'.'.join(map(str, first['loc'])) or 'the value'}: {first['msg']}"
+        ) from None
 
 
 def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
@@ -85,7 +87,9 @@ def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected")
     for name in names:
         if not (file := data_dir / f"{name}{ENDINGS[prompt]}").is_file():
             make = f"bash scripts/prepare_data.sh --train none --benchmarks {','.join(names)} --prompt {prompt}"
-            raise ValueError(f"{data_dir} lacks {name}; make it with: {make} --output-dir {data_dir}")
+            raise ValueError(
+                f"{data_dir} lacks {name}; make it with: {make} --output-dir {data_dir}"
+            )
         table = pd.read_parquet(file)
         gold = table["reward_model"].str["ground_truth"]
         check_ground_truths(gold, str(file))
@@ -111,9 +115,9 @@ def read_samples(path: Path) -> pd.DataFrame:
         with suppress(ValueError):
             checked(Sample, record)
             samples.append(record)
-    return pd.DataFrame(samples, columns=None if samples else list(Sample.model_fields)).drop_duplicates(
-        KEY, ignore_index=True
-    )
+    return pd.DataFrame(
+        samples, columns=None if samples else list(Sample.model_fields)
+    ).drop_duplicates(KEY, ignore_index=True)
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:
@@ -139,11 +143,17 @@ def refuse_other_settings(path: Path, settings: dict[str, Any]) -> None:
     """ValueError: a file of samples was begun with others, naming those that differ."""
     begun = read_settings(path)
     if begun is None:
-        raise ValueError(f"{path} does not begin with the settings of an evaluation; use another --output-dir")
+        raise ValueError(
+            f"{path} does not begin with the settings of an evaluation; use another --output-dir"
+        )
     names = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
     if names:
-        differing = "; ".join(f"{name}: {begun.get(name)!r} there, {settings.get(name)!r} here" for name in names)
-        raise ValueError(f"{path} was begun with other settings ({differing}); use those or another --output-dir")
+        differing = "; ".join(
+            f"{name}: {begun.get(name)!r} there, {settings.get(name)!r} here" for name in names
+        )
+        raise ValueError(
+            f"{path} was begun with other settings ({differing}); use those or another --output-dir"
+        )
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
@@ -163,7 +173,9 @@ def resolve_model(model: str) -> tuple[Path, str]:
             "AutoTokenizer.from_pretrained(ADAPTER).save_pretrained(FOLDER)"
         )
     if not any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]):
-        raise ValueError(f"--model {model} is neither a model folder with weights nor a run's folder global_step_N")
+        raise ValueError(
+            f"--model {model} is neither a model folder with weights nor a run's folder global_step_N"
+        )
     kind = "model.safetensors" if any(path.glob("*.safetensors")) else "pytorch_model.bin"
     index = path / f"{kind}.index.json"
     again = "fetch or copy the model again"
@@ -172,7 +184,9 @@ def resolve_model(model: str) -> tuple[Path, str]:
         refuse_missing(path, [index.name], again)
         refuse_missing(path, json.loads(index.read_bytes())["weight_map"].values(), again)
     files = sorted({file for pattern in FILES for file in path.glob(pattern)})
-    return path, digest([[file.name, hashlib.file_digest(file.open("rb"), "sha256").hexdigest()] for file in files])
+    return path, digest(
+        [[file.name, hashlib.file_digest(file.open("rb"), "sha256").hexdigest()] for file in files]
+    )
 
 
 def fetch(model: str) -> Path:
@@ -197,19 +211,44 @@ def merge(checkpoint: Path, merged: Path) -> Path:
     """
     another = "take another global_step_N, or copy it again"
     refuse_missing(checkpoint, ["fsdp_config.json", "huggingface/config.json"], another)
-    ranks = checked(FsdpConfig, read_json((checkpoint / "fsdp_config.json").read_bytes())).world_size
-    refuse_missing(checkpoint, [f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)], another)
-    statuses = {str(file.relative_to(checkpoint)): file.stat() for file in checkpoint.rglob("*") if file.is_file()}
-    files = {name: [status.st_size, status.st_mtime_ns] for name, status in sorted(statuses.items())}
+    ranks = checked(
+        FsdpConfig, read_json((checkpoint / "fsdp_config.json").read_bytes())
+    ).world_size
+    refuse_missing(
+        checkpoint, [f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)], another
+    )
+    statuses = {
+        str(file.relative_to(checkpoint)): file.stat()
+        for file in checkpoint.rglob("*")
+        if file.is_file()
+    }
+    files = {
+        name: [status.st_size, status.st_mtime_ns] for name, status in sorted(statuses.items())
+    }
     source = json.dumps({"verl": version("verl"), "files": files})
     # A later start of the run writes the same global_step_N anew.
-    if (merged / MERGED_FROM).is_file() and (merged / MERGED_FROM).read_text(encoding="utf-8") == source:
+    if (merged / MERGED_FROM).is_file() and (merged / MERGED_FROM).read_text(
+        encoding="utf-8"
+    ) == source:
         return merged
     # In the folder's file system, so that it comes under its name at once, and whole.
     with TemporaryDirectory(dir=merged.parent) as folder:
-        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", checkpoint]
-        subprocess.run([*command, "--target_dir", target := Path(folder, "merged")], stdout=2, check=True)
-        if (target / "lora_adapter").is_dir():  # beside base weights that verl 0.9.1 leaves as they were
+        command = [
+            sys.executable,
+            "-m",
+            "verl.model_merger",
+            "merge",
+            "--backend",
+            "fsdp",
+            "--local_dir",
+            checkpoint,
+        ]
+        subprocess.run(
+            [*command, "--target_dir", target := Path(folder, "merged")], stdout=2, check=True
+        )
+        if (
+            target / "lora_adapter"
+        ).is_dir():  # beside base weights that verl 0.9.1 leaves as they were
             add_adapter(target, checkpoint)
         (target / MERGED_FROM).write_text(source, encoding="utf-8")
         shutil.rmtree(merged, ignore_errors=True)
@@ -233,11 +272,15 @@ def add_adapter(merged: Path, checkpoint: Path) -> None:
             'the run\'s actor_rollout_ref.model.lora_rank and lora_alpha into lora_train_meta.json there, as {"r": 32, '
             '"lora_alpha": 64}'
         )
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(merged, dtype="auto"), str(adapter))
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(merged, dtype="auto"), str(adapter)
+    )
     with safe_open(adapter / "adapter_model.safetensors", "pt") as weights:
         unread = sorted(set(weights.keys()) ^ set(get_peft_model_state_dict(adapted)))
     if unread:
-        raise ValueError(f"{checkpoint} has an adapter that is not plain LoRA, such as {unread[0]}; merge it with peft")
+        raise ValueError(
+            f"{checkpoint} has an adapter that is not plain LoRA, such as {unread[0]}; merge it with peft"
+        )
     adapted.merge_and_unload().save_pretrained(merged)
     shutil.rmtree(adapter)
 
@@ -247,12 +290,21 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def start_engine(model: Path, longest: int, tensor_parallel_size: int, *, prefix_cache: bool = False) -> Any:
+def start_engine(
+    model: Path, longest: int, tensor_parallel_size: int, *, prefix_cache: bool = False
+) -> Any:
     """Load the model into vLLM's engine, or into as many as the GPUs allow, for ``longest`` tokens with the prompt."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the choices made here
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # compiled at run time, often without an nvcc
+    os.environ.setdefault(
+        "VLLM_LOGGING_LEVEL", "ERROR"
+    )  # its warnings are about the choices made here
+    os.environ.setdefault(
+        "VLLM_USE_FLASHINFER_SAMPLER", "0"
+    )  # compiled at run time, often without an nvcc
     engines = max(1, torch.cuda.device_count() // tensor_parallel_size)
-    options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": engines}
+    options: dict[str, Any] = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "data_parallel_size": engines,
+    }
     # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
     options["max_model_len"] = longest
     options["enable_prefix_caching"] = prefix_cache
@@ -273,7 +325,9 @@ def start_engine(model: Path, longest: int, tensor_parallel_size: int, *, prefix
     return AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=str(model), **options))
 
 
-async def draw(start: Callable, samples: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO) -> None:
+async def draw(
+    start: Callable, samples: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO
+) -> None:
     """Start the engine and draw samples, of which :data:`KEY` and ``prompt_ids`` are given, each into ``file`` at once."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -293,11 +347,24 @@ async def draw(start: Callable, samples: pd.DataFrame, sampling: dict[str, Any],
             final = output.outputs[0]
         if final.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended sample {name} with {final.finish_reason!r}")
-        text = tokenizer.decode(final.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        drawn = {"seed": seed, "tokens": len(final.token_ids), "finish_reason": final.finish_reason, "text": text}
-        print(json.dumps({part: sample[part] for part in KEY} | drawn, ensure_ascii=False), file=file, flush=True)
+        text = tokenizer.decode(
+            final.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        drawn = {
+            "seed": seed,
+            "tokens": len(final.token_ids),
+            "finish_reason": final.finish_reason,
+            "text": text,
+        }
+        print(
+            json.dumps({part: sample[part] for part in KEY} | drawn, ensure_ascii=False),
+            file=file,
+            flush=True,
+        )
 
     try:
-        await tqdm.gather(*map(draw_one, samples.to_dict("records")), desc="sampling", unit=" samples")
+        await tqdm.gather(
+            *map(draw_one, samples.to_dict("records")), desc="sampling", unit=" samples"
+        )
     finally:
         engine.shutdown()

@@ -64,7 +64,9 @@ None moves the order of data, nor the gradient, but for ``trainer.total_*`` unde
 constant."""
 _may_change = re.compile("|".join(map(fnmatch.translate, MAY_CHANGE.split()))).match
 _BY = {"grail_advantage": __version__, "verl": version("verl")}
-_ANOTHER = "choose another trainer.experiment_name (EXPERIMENT_NAME or OUTPUT_DIR of the launch scripts)"
+_ANOTHER = (
+    "choose another trainer.experiment_name (EXPERIMENT_NAME or OUTPUT_DIR of the launch scripts)"
+)
 _FRESH = "or move the folder away for a new run (FRESH=1 of the scripts without a GPU)"
 
 
@@ -101,7 +103,11 @@ def _step(path: Path) -> int:
 
 def definition(run: Settings) -> dict[str, Any]:
     """Returns the options that define a run, with dots in their names, as JSON holds them."""
-    defining = {name: _last_part(value) for name, value in _flat(run.config).items() if not _may_change(name)}
+    defining = {
+        name: _last_part(value)
+        for name, value in _flat(run.config).items()
+        if not _may_change(name)
+    }
     # As it is read back from the file, where a tuple is a list.
     return json.loads(json.dumps(defining, default=str))
 
@@ -128,7 +134,9 @@ def _digest(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=8)
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+        files = sorted(
+            file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")
+        )
         digest.update(repr([file.name for file in files]).encode())
     for file in files:
         with open_plain(file) as content:
@@ -171,12 +179,18 @@ def check_run(run: Settings) -> None:
     # The check of scripts/train_cpu.sh, which then moves the folder away; the run itself finds none.
     moves_away = os.environ.get("FRESH") == "1" and os.environ.get("DRY_RUN") == "1"
     for option, folder in _folders(run).items():
-        has_files = read_dump(folder).files if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
+        has_files = (
+            read_dump(folder).files if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
+        )
         if has_files and not moves_away and (lines := _differing(run, _stored(folder))):
             heading = f"{option}={folder} holds the files of another run:"
-            raise ValueError("\n".join([heading, *lines, f"{_ANOTHER}, put the settings back, {_FRESH}"]))
+            raise ValueError(
+                "\n".join([heading, *lines, f"{_ANOTHER}, put the settings back, {_FRESH}"])
+            )
     if run[MODE] == "resume_path" and not Path(str(run["trainer.resume_from_path"])).is_dir():
-        raise ValueError(f"{run.named('trainer.resume_from_path')} is no folder global_step_N; name one")
+        raise ValueError(
+            f"{run.named('trainer.resume_from_path')} is no folder global_step_N; name one"
+        )
 
 
 def _folders(run: Settings) -> dict[str, Path]:
@@ -198,7 +212,9 @@ def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
     # Another version may have options that this one lacks, and lack some that this one has.
     names = then.keys() | now.keys() if stored.get("by") == _BY else then.keys() & now.keys()
     differing = [name for name in sorted(names) if then.get(name) != now.get(name)]
-    lines = [f"  {visible(name)}: {then.get(name)!r} there, {now.get(name)!r} here" for name in differing]
+    lines = [
+        f"  {visible(name)}: {then.get(name)!r} there, {now.get(name)!r} here" for name in differing
+    ]
     digests = stored.get("contents")
     if isinstance(digests, dict):
         for name, digest in contents(run).items():
@@ -224,11 +240,15 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     """
     for name in ("HOME", "TMPDIR"):
         if not os.access(where := os.environ.get(name, "/tmp"), os.W_OK):
-            raise ValueError(f"{name}={where} cannot be written to; set it to a folder that you can write to")
+            raise ValueError(
+                f"{name}={where} cannot be written to; set it to a folder that you can write to"
+            )
     for option in ("data.train_files", "data.val_files"):
         for file in [run[option]] if isinstance(run[option], str) else run[option] or ():
             if file.startswith("/") and not (Path(file).exists() or glob.glob(file)):
-                raise ValueError(f"{option}={file} is missing; run bash scripts/prepare_data.sh, or set DATA_DIR")
+                raise ValueError(
+                    f"{option}={file} is missing; run bash scripts/prepare_data.sh, or set DATA_DIR"
+                )
     folder = Path(run[FOLDER])
     hold(folder, _ANOTHER, FOLDER)
     _end_if_finished(run, folder)
@@ -237,7 +257,12 @@ def begin_run(run: Settings, config: DictConfig) -> None:
         name = uuid.uuid4().hex
     store_definition(run, name)
     if "WANDB_RUN_ID" not in os.environ:  # one run of wandb's for all starts
-        OmegaConf.update(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}, force_add=True)
+        OmegaConf.update(
+            config,
+            f"{RUNTIME}.env_vars",
+            {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"},
+            force_add=True,
+        )
     if (executable := shlex.quote(sys.executable)) != sys.executable:  # Ray hands it to a shell
         OmegaConf.update(config, f"{RUNTIME}.py_executable", executable, force_add=True)
     if not any(map(find_spec, FLASH_ATTENTION)):
@@ -284,7 +309,9 @@ def store_definition(run: Settings, name: str) -> None:
     """Write what defines a run, and its name, into each of its folders."""
     content = {"run": name, "by": _BY, "definition": definition(run), "contents": contents(run)}
     for folder in _folders(run).values():
-        with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
+        with suppress(
+            OSError
+        ):  # the trainer's machine is another one, and says what cannot be written there
             write_whole(folder / RUN_DEFINITION, json.dumps(content, indent=1))
 
 
@@ -293,12 +320,25 @@ def _end_if_finished(run: Settings, folder: Path) -> None:
         start = find_latest_ckpt_path(str(folder)) if run[MODE] == "auto" else None
     except ValueError as error:  # a full disk leaves the file empty
         tracker = f"{folder}/latest_checkpointed_iteration.txt"
-        raise ValueError(f"{tracker} names no step; write that of the last whole checkpoint there, {_FRESH}") from error
+        raise ValueError(
+            f"{tracker} names no step; write that of the last whole checkpoint there, {_FRESH}"
+        ) from error
     last = run["trainer.total_training_steps"]
     # A run that is finished may still be validated.
-    if start is not None and last is not None and _step(Path(start)) >= last and not run["trainer.val_only"]:
-        longer = "raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts) to train longer"
-        print(f"already finished: {start} is of the last step; {longer}, {_FRESH}", file=sys.stderr, flush=True)
+    if (
+        start is not None
+        and last is not None
+        and _step(Path(start)) >= last
+        and not run["trainer.val_only"]
+    ):
+        longer = (
+            "raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts) to train longer"
+        )
+        print(
+            f"already finished: {start} is of the last step; {longer}, {_FRESH}",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit()
 
 

@@ -38,7 +38,10 @@ class SeededTurns:
         turn = self._turn
         self._turn = self._turn + 1
         if turn:
-            sampling_params = {**sampling_params, "seed": request_seed(sampling_params["seed"], turn)}
+            sampling_params = {
+                **sampling_params,
+                "seed": request_seed(sampling_params["seed"], turn),
+            }
         return await self._client.generate(*args, sampling_params=sampling_params, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +51,9 @@ class SeededTurns:
 class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """verl's worker, whose requests have seeds."""
 
-    async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any
+    ) -> Any:
         run = self.config.actor_rollout_ref.rollout.seed
         prompt = kwargs.get("index"), kwargs["raw_prompt"], kwargs["session_id"]
         seed = request_seed(run, trajectory["step"], trajectory["validate"], *prompt)

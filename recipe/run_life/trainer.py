@@ -33,14 +33,24 @@ class KeptRun:
 
     def init(self) -> None:
         spaces = ("transfer_queue", ray.get_runtime_context().namespace)
-        actors = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] in spaces]
-        self._queue = [ray.get_actor(**actor) for actor in actors if actor["name"].startswith("TransferQueue")]
+        actors = [
+            actor
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] in spaces
+        ]
+        self._queue = [
+            ray.get_actor(**actor) for actor in actors if actor["name"].startswith("TransferQueue")
+        ]
         self.watch = Watch(self._held_actors, self._engines)
         with self.watch.guard():
             super().init()
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        with self.watch.guard(), lines_stay(self.global_steps), open_dict(self.config.trainer) as trainer:
+        with (
+            self.watch.guard(),
+            lines_stay(self.global_steps),
+            open_dict(self.config.trainer) as trainer,
+        ):
             # The first start has validated.
             trainer.val_before_train &= self.global_steps == 0 or trainer.val_only
             super().fit(*args, **kwargs)
@@ -54,9 +64,13 @@ class KeptRun:
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
         # A step that fetches again goes on counting, so that no two prompts have one name.
-        step, count = self._fetched if self._fetched[0] == self.global_steps else (self.global_steps, 0)
+        step, count = (
+            self._fetched if self._fetched[0] == self.global_steps else (self.global_steps, 0)
+        )
         self._fetched = step, count + len(batch)
-        tu.assign_non_tensor_stack(batch, "uid", [f"{step:06d}-{count + i:05d}" for i in range(len(batch))])
+        tu.assign_non_tensor_stack(
+            batch, "uid", [f"{step:06d}-{count + i:05d}" for i in range(len(batch))]
+        )
         return batch
 
     def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
@@ -68,15 +82,23 @@ class KeptRun:
 
     def _held_actors(self) -> list[ActorHandle]:
         """Returns the actors without which no step ends; those of a user are not among them."""
-        groups = (getattr(self, name, None) for name in ("actor_rollout_wg", "critic_wg", "ref_policy_wg"))
+        groups = (
+            getattr(self, name, None) for name in ("actor_rollout_wg", "critic_wg", "ref_policy_wg")
+        )
         actors = [actor for group in groups if group is not None for actor in group.workers]
-        actors += [actor for replica in self._replicas() for actor in (*replica.workers, *replica.servers)]
+        actors += [
+            actor for replica in self._replicas() for actor in (*replica.workers, *replica.servers)
+        ]
         for name in ("reward_loop", "agent_loop"):
             actors += getattr(getattr(self, f"{name}_manager", None), f"{name}_workers", [])
         return list(dict.fromkeys([*actors, *self._queue]))
 
     def _replicas(self) -> list[Any]:
-        return [replica for manager in self._rollout_server_managers() for replica in manager.get_replicas()]
+        return [
+            replica
+            for manager in self._rollout_server_managers()
+            for replica in manager.get_replicas()
+        ]
 
     def _engines(self) -> list[str]:
         """Returns the addresses of vLLM's servers."""

@@ -38,7 +38,9 @@ class RunEnded(RuntimeError):
 class Watch:
     """Looks after the actors that ``held`` returns, and the engines of the servers at ``engines``, as ``host:port``."""
 
-    def __init__(self, held: Callable[[], list[ActorHandle]], engines: Callable[[], list[str]]) -> None:
+    def __init__(
+        self, held: Callable[[], list[ActorHandle]], engines: Callable[[], list[str]]
+    ) -> None:
         self._held = held
         self._engines = engines
         self._asked: dict[ActorHandle, ray.ObjectRef] = {}
@@ -47,7 +49,9 @@ class Watch:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Within, an error that a death explains is raised as :class:`RunEnded`. For the process's main thread."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell has its background jobs ignore it
         over = threading.Event()
         deaths = list[str]()
         threading.Thread(target=self._run, args=(over, deaths), name="watch", daemon=True).start()
@@ -71,7 +75,9 @@ class Watch:
             deaths += self.deaths()
         if not over.is_set():
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            if not over.wait(INTERRUPT_SECONDS):  # the trainer does not hear; Ray shows the driver what is printed here
+            if not over.wait(
+                INTERRUPT_SECONDS
+            ):  # the trainer does not hear; Ray shows the driver what is printed here
                 print(HEADLINE, *deaths, sep="\n\n", file=sys.stderr, flush=True)
                 time.sleep(NOTICE_SECONDS)  # Ray looks at what was printed now and then
                 os._exit(1)
@@ -79,11 +85,18 @@ class Watch:
     def deaths(self) -> list[str]:
         """Returns texts on the actors held now that died, Ray's own, and on the engines that did."""
         dead = []
-        with suppress(Exception):  # Ray's control service is away; if it stays away, Ray ends this process
+        with suppress(
+            Exception
+        ):  # Ray's control service is away; if it stays away, Ray ends this process
             # One question waits at each actor; those that the trainer has let go are asked no more.
-            self._asked = {actor: self._asked.get(actor) or actor.__ray_ready__.remote() for actor in self._held()}
+            self._asked = {
+                actor: self._asked.get(actor) or actor.__ray_ready__.remote()
+                for actor in self._held()
+            }
             answers = list(self._asked.values())
-            answered = ray.wait(answers, num_returns=len(answers), timeout=SECONDS)[0] if answers else []
+            answered = (
+                ray.wait(answers, num_returns=len(answers), timeout=SECONDS)[0] if answers else []
+            )
             for actor in [actor for actor, answer in self._asked.items() if answer in answered]:
                 try:
                     ray.get(self._asked.pop(actor))
@@ -92,16 +105,22 @@ class Watch:
                 except RayError:  # it is out of reach for now
                     pass
             for address in self._engines():
-                self._refused[address] = self._refused.get(address, 0) + 1 if refuses(address) else 0
+                self._refused[address] = (
+                    self._refused.get(address, 0) + 1 if refuses(address) else 0
+                )
                 if self._refused[address] >= REFUSALS:
-                    dead.append(f"vLLM's server on {address} says that its engine is dead, or takes no connection")
+                    dead.append(
+                        f"vLLM's server on {address} says that its engine is dead, or takes no connection"
+                    )
         return dead
 
 
 def refuses(address: str) -> bool:
     """Returns whether the server at ``host:port`` says that its engine is dead, or is gone itself."""
     host, _, port = address.rpartition(":")
-    with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=SECONDS)) as connection:
+    with closing(
+        http.client.HTTPConnection(host.strip("[]"), int(port), timeout=SECONDS)
+    ) as connection:
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == http.client.SERVICE_UNAVAILABLE

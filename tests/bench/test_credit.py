@@ -33,7 +33,19 @@ SAMPLES = 8
 
 
 def with_values(source: Path, out: Path, *options: str) -> list[dict[str, Any]]:
-    main(["values", str(source), str(out), *MODEL, "--separator", ";", "--samples", str(SAMPLES), *options])
+    main(
+        [
+            "values",
+            str(source),
+            str(out),
+            *MODEL,
+            "--separator",
+            ";",
+            "--samples",
+            str(SAMPLES),
+            *options,
+        ]
+    )
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -55,7 +67,9 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(lines: Path) -> Path:
-    return analyzed(lines, lines.with_name("seen"), "uniform", "step_values", "entropy", "probability")
+    return analyzed(
+        lines, lines.with_name("seen"), "uniform", "step_values", "entropy", "probability"
+    )
 
 
 def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lines: Path) -> None:
@@ -66,13 +80,22 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lin
     for record in records[:3]:
         prompt = prompt_ids(tokenizer, Problem.parse(record["group"]))
         values = record["values"]
-        assert values["reward"] == record["reward"] and len(values["starts"]) == len(values["right"])
+        assert values["reward"] == record["reward"] and len(values["starts"]) == len(
+            values["right"]
+        )
         for start, digits in zip(values["starts"], values["right"], strict=True):
             ids = [*prompt, *record["response"][:start]]
-            numbers = np.random.default_rng(seed_of("continuations", tuple(ids))).random((SAMPLES, 64))
+            numbers = np.random.default_rng(seed_of("continuations", tuple(ids))).random(
+                (SAMPLES, 64)
+            )
             more = sample(model, tokenizer, [ids] * SAMPLES, numbers[:, : 64 - start])
-            texts = [tokenizer.decode([*record["response"][:start], *row], skip_special_tokens=True) for row in more]
-            assert digits == "".join(str(int(compute_score("", text, record["ground_truth"]))) for text in texts)
+            texts = [
+                tokenizer.decode([*record["response"][:start], *row], skip_special_tokens=True)
+                for row in more
+            ]
+            assert digits == "".join(
+                str(int(compute_score("", text, record["ground_truth"]))) for text in texts
+            )
             assert start == 0 or tokenizer.decode(record["response"][:start]).endswith(";")
     source = lines.with_name("sums.jsonl")
     part = lines.with_name("part.jsonl")
@@ -98,7 +121,9 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lin
 def test_what_has_no_values_is_refused(
     tmp_path: Path, lines: Path, change: dict[str, Any], options: tuple[str, ...], message: str
 ) -> None:
-    wrong = next(line for line in map(json.loads, lines.read_text().splitlines()) if not line["reward"])
+    wrong = next(
+        line for line in map(json.loads, lines.read_text().splitlines()) if not line["reward"]
+    )
     source = tmp_path / "one.jsonl"
     source.write_text(json.dumps(wrong | change))
     with pytest.raises(SystemExit, match=message):
@@ -117,12 +142,23 @@ def test_significant_losses_are_the_first_errors(folder: Path) -> None:
 def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(folder)])
     printed = capsys.readouterr().out
-    rows = {line.split(" | ")[0].strip("| "): line for line in printed.splitlines() if line.startswith("|")}
-    assert "+0." in rows["step_values"].split(" | ")[2] and "-0." in rows["probability"].split(" | ")[2]
-    assert rows["uniform"].count("+0.00 ± 0.00") >= 3 and "planted" in rows and "earlier first" in rows
+    rows = {
+        line.split(" | ")[0].strip("| "): line
+        for line in printed.splitlines()
+        if line.startswith("|")
+    }
+    assert (
+        "+0." in rows["step_values"].split(" | ")[2]
+        and "-0." in rows["probability"].split(" | ")[2]
+    )
+    assert (
+        rows["uniform"].count("+0.00 ± 0.00") >= 3 and "planted" in rows and "earlier first" in rows
+    )
 
 
-def test_a_fit_is_above_uniform_and_place_and_none_is_written_for_shuffled_values(folder: Path, lines: Path) -> None:
+def test_a_fit_is_above_uniform_and_place_and_none_is_written_for_shuffled_values(
+    folder: Path, lines: Path
+) -> None:
     out = folder.with_name("fit.json")
     main(["fit", str(folder), str(out)])
     written = read_fit(str(out))
@@ -138,7 +174,9 @@ def test_a_fit_is_above_uniform_and_place_and_none_is_written_for_shuffled_value
     shuffled = []
     for case in credit.read(folder)[0]:
         order = generator.permutation(len(case.credit_J))
-        shuffled.append(replace(case, credit_J=case.credit_J[order], halves_2J=case.halves_2J[:, order]))
+        shuffled.append(
+            replace(case, credit_J=case.credit_J[order], halves_2J=case.halves_2J[:, order])
+        )
     with pytest.raises(ValueError, match="nothing is written"):
         fit(shuffled, "shuffled")
     with pytest.raises(ValueError, match="0 problems"):
@@ -176,13 +214,20 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
     records = []
     for number in range(160):
         steps = int(generator.integers(4, 7))
-        texts = [f"{generator.integers(10)}+{generator.integers(10)}={generator.integers(10)};" for _ in range(steps)]
+        texts = [
+            f"{generator.integers(10)}+{generator.integers(10)}={generator.integers(10)};"
+            for _ in range(steps)
+        ]
         values = np.full(steps + 1, 0.5)
         if not flat:
-            loss = min(1 + int(generator.integers(0, 2) * generator.integers(0, steps - 1)), steps - 1)
+            loss = min(
+                1 + int(generator.integers(0, 2) * generator.integers(0, steps - 1)), steps - 1
+            )
             values[1:] = np.clip(0.5 + 0.1 * generator.normal(size=steps), 0.1, 0.9)
             values[loss + 1 :] = 0.0
-        pieces = [tokenizer.encode(text, add_special_tokens=False) for text in [*texts, "\\boxed{3}"]]
+        pieces = [
+            tokenizer.encode(text, add_special_tokens=False) for text in [*texts, "\\boxed{3}"]
+        ]
         starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
         right = ["".join(map(str, generator.binomial(1, value, samples))) for value in values]
         change = np.diff([*values, 0.0])
@@ -238,13 +283,17 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     assert abs(beyond["place"].value) < 0.1 < beyond["credit"].value
     assert samples == 4 or figures["credit"]["AUROC, largest loss"].value > 0.95
     gains = {name: row["cosine less uniform's"] for name, row in figures.items()}
-    assert gains["credit"].value > gains["credit"].half and gains["noise"].value < -gains["noise"].half
+    assert (
+        gains["credit"].value > gains["credit"].half and gains["noise"].value < -gains["noise"].half
+    )
     main([str(tmp_path / "seen")])
     rows = [line for line in capsys.readouterr().out.splitlines() if "| follows credit |" in line]
     assert [row.split(" | ")[0] for row in rows] == ["| credit"]
 
 
-def test_no_figure_where_there_is_no_credit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_figure_where_there_is_no_credit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figures = planted_figures(planted_lines(tmp_path / "flat.jsonl", 2, flat=True))
     assert all(np.isnan(row["within, incorrect"].value) for row in figures.values())
     main([str(tmp_path / "seen")])
@@ -258,15 +307,22 @@ def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
 
     def credits_of(line: dict[str, Any], first: int, last: int) -> np.ndarray:
-        means = [np.mean([int(digit) for digit in digits[first:last]]) for digits in line["values"]["right"]]
+        means = [
+            np.mean([int(digit) for digit in digits[first:last]])
+            for digits in line["values"]["right"]
+        ]
         return np.diff([*means, line["values"]["reward"]])
 
     def beyond(lines_of: list[dict[str, Any]]) -> float:
         cross = norm = square = 0.0
         for line in lines_of:
             advantages = np.array(line["says"]["swapped"][:-1])
-            peers = [peer["says"]["swapped"][:-1] for peer in wrong if peer["group"] != line["group"]]
-            centred = [np.array(peer) - np.mean(peer) for peer in peers if len(peer) == len(advantages)]
+            peers = [
+                peer["says"]["swapped"][:-1] for peer in wrong if peer["group"] != line["group"]
+            ]
+            centred = [
+                np.array(peer) - np.mean(peer) for peer in peers if len(peer) == len(advantages)
+            ]
             beyond_M = advantages - advantages.mean() - np.mean(centred, axis=0)
             halves = [credits_of(line, *part)[:-1] for part in ((0, 4), (4, 8))]
             halves = [half - half.mean() for half in halves]
@@ -277,15 +333,21 @@ def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
 
     wrong = [line for line in lines if not line["reward"]]
     groups = sorted({line["group"] for line in wrong})
-    without = np.array([beyond([line for line in wrong if line["group"] != group]) for group in groups])
+    without = np.array(
+        [beyond([line for line in wrong if line["group"] != group]) for group in groups]
+    )
     error = np.sqrt((len(groups) - 1) / len(groups) * ((without - without.mean()) ** 2).sum())
-    assert figures_by_method["beyond place, incorrect"].value == pytest.approx(beyond(wrong), rel=1e-5)
+    assert figures_by_method["beyond place, incorrect"].value == pytest.approx(
+        beyond(wrong), rel=1e-5
+    )
     assert figures_by_method["beyond place, incorrect"].error == pytest.approx(error, rel=1e-5)
     cross = norm = square = uniform_cross = uniform_norm = 0.0
     for line in lines:
         lengths = np.diff([*line["values"]["starts"], len(line["response"])])
         advantages = np.array(line["says"]["swapped"])
-        base = line["reward"] - np.mean([peer["reward"] for peer in lines if peer["group"] == line["group"]])
+        base = line["reward"] - np.mean(
+            [peer["reward"] for peer in lines if peer["group"] == line["group"]]
+        )
         credit_J = credits_of(line, 0, 8)
         cross += float((advantages * credit_J * lengths).sum())
         norm += float((advantages * advantages * lengths).sum())

@@ -15,7 +15,16 @@ from grail_advantage.analyze.models import model_of
 from verl_cpu.tiny.sampling import TOGETHER, prompt_ids, sample
 from verl_cpu.tiny.task import compute_score, random_problems
 
-MODEL = ["--model", "tiny", "--length", "64", "--device", "cpu", "--reward", "verl_cpu.tiny.task:compute_score"]
+MODEL = [
+    "--model",
+    "tiny",
+    "--length",
+    "64",
+    "--device",
+    "cpu",
+    "--reward",
+    "verl_cpu.tiny.task:compute_score",
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +34,19 @@ def tiny() -> tuple[Any, Any]:
 
 
 def sampled(out: Path, problems: int, *options: str) -> list[dict[str, Any]]:
-    main(["sample", "sums", str(out), *MODEL, "--problems", str(problems), "--samples", "4", *options])
+    main(
+        [
+            "sample",
+            "sums",
+            str(out),
+            *MODEL,
+            "--problems",
+            str(problems),
+            "--samples",
+            "4",
+            *options,
+        ]
+    )
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -71,6 +92,11 @@ def test_sampling_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     for option, value in (("length", "32"), ("temperature", "0.5"), ("samples", "3")):
         with pytest.raises(SystemExit, match=f"another {option}"):
             sampled(resumed, 20, f"--{option}", value)
-    for option, value in (("reward", "no.module"), ("samples", "0"), ("device", "moon"), ("model", "/nowhere")):
+    for option, value in (
+        ("reward", "no.module"),
+        ("samples", "0"),
+        ("device", "moon"),
+        ("model", "/nowhere"),
+    ):
         with pytest.raises(SystemExit, match=f"--{option}"):
             sampled(tmp_path / "new.jsonl", 20, f"--{option}", value)

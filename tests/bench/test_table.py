@@ -32,7 +32,11 @@ def solutions(path: Path, errors: int = 60, controls: int = 60) -> Path:
             steps = []
             value = rng.randint(1, 9)
             count = rng.randint(4, 7)
-            wrong = min(max(round(rng.gauss(0.33 * (count - 1), 0.5)), 0), count - 1) if number < errors else None
+            wrong = (
+                min(max(round(rng.gauss(0.33 * (count - 1), 0.5)), 0), count - 1)
+                if number < errors
+                else None
+            )
             for step in range(count):
                 term = rng.randint(1, 9)
                 result = value + term + (rng.randint(1, 5) if step == wrong else 0)
@@ -74,8 +78,12 @@ PLANTED: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
     "earlier": lambda text, starts_T: 1 - starts_T / len(text),
     "later": lambda text, starts_T: starts_T / len(text),
     "usual_place": lambda text, starts_T: 1 - np.abs(starts_T / text.index("\\boxed") - 0.4),
-    "numbers": lambda text, starts_T: np.array([text[start : start + 1].isdigit() for start in starts_T], dtype=float),
-    "answers": lambda text, starts_T: np.where(starts_T >= text.index("\\boxed"), 1.0, 0.3 * _wrong(text, starts_T)),
+    "numbers": lambda text, starts_T: np.array(
+        [text[start : start + 1].isdigit() for start in starts_T], dtype=float
+    ),
+    "answers": lambda text, starts_T: np.where(
+        starts_T >= text.index("\\boxed"), 1.0, 0.3 * _wrong(text, starts_T)
+    ),
     "no_number": lambda text, starts_T: np.full(len(starts_T), np.nan),
     "crash": _crash,
 }
@@ -134,7 +142,14 @@ def folder(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     chosen["praise"] = Praise(planted="perfect")
     tokenizer = build_tokenizer()
     lines = read_responses(solutions(folder / "sums.jsonl"))
-    analyze(lines, chosen, folder / "seen", tokenizer, lambda: build_model(tokenizer, 0).eval(), model="m")
+    analyze(
+        lines,
+        chosen,
+        folder / "seen",
+        tokenizer,
+        lambda: build_model(tokenizer, 0).eval(),
+        model="m",
+    )
     return folder / "seen"
 
 
@@ -152,7 +167,9 @@ def test_planted_methods_get_their_verdicts(folder: Path) -> None:
     assert results.counts == {"errors": 60, "controls": 60}
     # Place is nothing at equal place, and "earlier" is place alone to the last bit.
     assert figures["earlier"]["equal place"].value == pytest.approx(0, abs=1e-9)
-    assert figures["earlier"]["AUROC"].value > 0.65 and figures["earlier"]["earlier first"].value == 0
+    assert (
+        figures["earlier"]["AUROC"].value > 0.65 and figures["earlier"]["earlier first"].value == 0
+    )
     assert figures["perfect"]["equal place"].value == pytest.approx(0.5)
 
 
@@ -170,7 +187,10 @@ def test_equal_place_follows_from_the_records(folder: Path) -> None:
             apart = sorted(abs(len(control_M) - steps) for control_M in controls)[9]
             near = [control_M for control_M in controls if abs(len(control_M) - steps) <= apart]
             places = [error.step / (steps - 1) * (len(control_M) - 1) for control_M in near]
-            at = [np.interp(place, range(len(record)), record) for place, record in zip(places, near, strict=True)]
+            at = [
+                np.interp(place, range(len(record)), record)
+                for place, record in zip(places, near, strict=True)
+            ]
             gains.append(error.auroc_M[error.step] - np.mean(at))
         assert figures[method]["equal place"].value == pytest.approx(np.mean(gains), abs=1e-8)
 
@@ -179,7 +199,15 @@ def test_other_advantages_are_refused(folder: Path, tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     lines = read_responses(folder.parent / "sums.jsonl")
     model = build_model(tokenizer, 0).eval()
-    analyze(lines, {"one": Planted(planted="faint")}, tmp_path, tokenizer, lambda: model, model="m", advantages="right")
+    analyze(
+        lines,
+        {"one": Planted(planted="faint")},
+        tmp_path,
+        tokenizer,
+        lambda: model,
+        model="m",
+        advantages="right",
+    )
     with pytest.raises(SystemExit, match="has not the advantage -1"):
         main([str(tmp_path)])
 
@@ -210,7 +238,9 @@ def test_step_figures_are_those_of_plain_loops() -> None:
         means = [values_T[step_T == step].mean() for step in range(steps)]
         for step in range(steps):
             peers = np.delete(means, step)
-            assert figures[step] == pytest.approx(np.mean([(o < means[step]) + (o == means[step]) / 2 for o in peers]))
+            assert figures[step] == pytest.approx(
+                np.mean([(o < means[step]) + (o == means[step]) / 2 for o in peers])
+            )
 
 
 def test_intervals_above_controls_hold_the_truth() -> None:
@@ -245,12 +275,27 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps({"prompt": "a"} | line) for line in lines))
     responses = read_responses(path)
     methods = {"noise": Planted(planted="noise")}
-    analyze(responses, methods, tmp_path / "seen", tokenizer, lambda: build_model(tokenizer, 0).eval(), model="m")
+    analyze(
+        responses,
+        methods,
+        tmp_path / "seen",
+        tokenizer,
+        lambda: build_model(tokenizer, 0).eval(),
+        model="m",
+    )
     results = read(tmp_path / "seen")
     assert results.counts == {
-        **{"errors": 2, "controls": 1, "without an answer": 1, "fewer than two steps to compare": 1},
+        **{
+            "errors": 2,
+            "controls": 1,
+            "without an answer": 1,
+            "fewer than two steps to compare": 1,
+        },
         **{"no outcome or no first error known": 1, "correct in spite of an error": 1},
     }
-    firsts = {key: (record.step, len(record.auroc_M)) for key, record in results.records[table.PLACE].items()}
+    firsts = {
+        key: (record.step, len(record.auroc_M))
+        for key, record in results.records[table.PLACE].items()
+    }
     assert firsts == {"1": (1, 3), "2": (1, 3), "3": (None, 2)}
     assert summary(results)[1]["noise"] == table.FEW

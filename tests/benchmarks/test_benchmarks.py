@@ -18,7 +18,11 @@ def test_steps_by_hand() -> None:
     repeats = {
         "uniform": [Seconds(2.0, 0.0, 0.0, 6.0)] * 3,
         "saliency": [Seconds(2.0, 0.7, 0.1, 6.0)] * 3,
-        "log_probs": [Seconds(2.0, 2.5, 0.0, 7.0), Seconds(1.0, 2.0, 0.0, 6.0), Seconds(2.0, 3.0, 0.0, 6.0)],
+        "log_probs": [
+            Seconds(2.0, 2.5, 0.0, 7.0),
+            Seconds(1.0, 2.0, 0.0, 6.0),
+            Seconds(2.0, 3.0, 0.0, 6.0),
+        ],
     }
     assert repeats["saliency"][0].with_epochs(3) == pytest.approx(8.8 + 12.0)
     got = compared(repeats)

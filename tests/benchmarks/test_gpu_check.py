@@ -43,7 +43,9 @@ def tables(page: str) -> dict[str, dict[str, list[str]]]:
 @pytest.mark.parametrize("letter", some(PARTS, ("a",)))
 def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
     line = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--dry", letter, "--results", str(tmp_path)]
-    done = subprocess.run(line, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+    done = subprocess.run(
+        line, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True
+    )
     page = (tmp_path / f"{letter}.md").read_text()
     if "lacks" in page:
         pytest.skip(page[page.index("lacks") :])
@@ -60,9 +62,14 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
     elif letter == "c":
         for together in (4, 1):
             assert len(page_tables[f"Training side, toy, {together} at once"]) == len(VARIANTS)
-            assert all(float(cell) > 0 for (cell,) in page_tables[f"Peak memory, toy, {together} at once"].values())
+            assert all(
+                float(cell) > 0
+                for (cell,) in page_tables[f"Peak memory, toy, {together} at once"].values()
+            )
     else:
-        assert all(0 < float(row[1]) < float(row[0]) for row in page_tables["GRAIL's weights"].values())
+        assert all(
+            0 < float(row[1]) < float(row[0]) for row in page_tables["GRAIL's weights"].values()
+        )
         for method in ("grail", "uniform"):
             assert float(page_tables[f"Run of {method}, by step"]["step_time"][-1]) > 0
 
@@ -105,7 +112,11 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
 
     faulty_method = Grail("robust", statistics="response", gate="wrong", normalize_mass=False)
     monkeypatch.setattr(
-        plain, "weights", lambda model, method, rows: right(model, method if next(calls) % 2 else faulty_method, rows)
+        plain,
+        "weights",
+        lambda model, method, rows: right(
+            model, method if next(calls) % 2 else faulty_method, rows
+        ),
     )
     for part in ("precision", "passes"):
         monkeypatch.setattr(plain, part, lambda *_: None)
@@ -114,7 +125,9 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
     assert checked.statuses == {"failed"}
 
 
-def test_failures_stop_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_failures_stop_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """A group that raises, a part that raises, one that passes, one that lacks a package; one that dies keeps what it
     had."""
     body = """
@@ -133,7 +146,11 @@ def run(outcome, device):
     monkeypatch.setattr(sys.modules["benchmarks.gpu_check"], "__path__", [str(tmp_path)])
     monkeypatch.setattr(command, "PARTS", {name[0]: (name, "") for name in programs})
     raised = "failed: first (ValueError: it broke)\n- passed: then (yes)\n- failed: the part as a whole (KeyError: 3)"
-    for letter, status, words in (("r", 1, raised), ("p", 0, "**passed**"), ("l", 1, "lacks no_such_module")):
+    for letter, status, words in (
+        ("r", 1, raised),
+        ("p", 0, "**passed**"),
+        ("l", 1, "lacks no_such_module"),
+    ):
         assert command.main([letter, "--dry", "--results", str(tmp_path)]) == status
         assert words in capsys.readouterr().out and words in (tmp_path / f"{letter}.md").read_text()
     with pytest.raises(SystemExit):
@@ -153,10 +170,14 @@ def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path) -> None:
     python.write_text('#!/bin/sh\necho "$VERL_USE_EXTERNAL_MODULES $PYTHONPATH"\n')
     python.chmod(0o755)
     line = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--dry", "a", "--results", str(tmp_path)]
-    done = subprocess.run(line, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True)
+    done = subprocess.run(
+        line, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True
+    )
     modules, path = done.stdout.split()
     points = [
-        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["entry-points"][
+            "verl.plugins"
+        ]
         for folder in (".", "packages/verl-cpu")
     ]
     assert modules.split(",") == [module for point in points for module in point.values()]
@@ -164,7 +185,9 @@ def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path) -> None:
         assert Path(folder, *module.split(".")).with_suffix(".py").is_file()
 
 
-def test_the_callers_path_reaches_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_path_reaches_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$PYTHONPATH" > {tmp_path}/path\nexit 3\n')
     python.chmod(0o755)
@@ -174,19 +197,34 @@ def test_the_callers_path_reaches_the_example(tmp_path: Path, monkeypatch: pytes
     checked = outcome(tmp_path)
     with checked.attempt("grail"):
         trl_runs.train_by(checked, "grail", 2, 1)
-    assert (tmp_path / "path").read_text().strip().split(os.pathsep)[-1] == "/packages/of/the/caller"
+    assert (tmp_path / "path").read_text().strip().split(os.pathsep)[
+        -1
+    ] == "/packages/of/the/caller"
     assert "failed: grail: the run ends well (exit status 3)" in checked.path.read_text()
 
 
-def test_log_probabilities_rounded_to_bfloat16_are_found(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_log_probabilities_rounded_to_bfloat16_are_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """As verl's own are without flash-attn. The remedy is named, and the other checks still run."""
     from verl.utils import torch_functional
 
-    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2)
-    monkeypatch.setattr(torch_functional, "logprobs_from_logits", lambda *values: plain_log_probs(*values).bfloat16())
+    monkeypatch.setattr(
+        torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2
+    )
+    monkeypatch.setattr(
+        torch_functional,
+        "logprobs_from_logits",
+        lambda *values: plain_log_probs(*values).bfloat16(),
+    )
     machine.main("cpu")
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert [(name, holds) for name, holds, _ in lines] == [("attention", True), ("log probabilities", False)]
+    lines = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[")
+    ]
+    assert [(name, holds) for name, holds, _ in lines] == [
+        ("attention", True),
+        ("log probabilities", False),
+    ]
     assert "VERL_DISABLE_FLASH_ATTN_CE=1" in lines[1][2]
 
 
@@ -194,10 +232,15 @@ def plain_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1).gather(-1, labels[:, None])[:, 0]
 
 
-def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     launch.rehearse(checked := outcome(tmp_path), "cpu", tmp_path / "launch")
-    assert checked.statuses == {"failed"} and str(tmp_path / "launch/killed.log") in checked.path.read_text()
+    assert (
+        checked.statuses == {"failed"}
+        and str(tmp_path / "launch/killed.log") in checked.path.read_text()
+    )
     assert "/bin/false has no verl" in (tmp_path / "launch/killed.log").read_text()
 
 
@@ -208,14 +251,22 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(monkeypatch: pytest.M
 
     from verl_cpu.patches import log_probabilities_in_few_calls
 
-    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2)
+    monkeypatch.setattr(
+        torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2
+    )
     monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     log_probabilities_in_few_calls()
     calls = []
     logsumexp = torch.logsumexp
-    monkeypatch.setattr(torch, "logsumexp", lambda *values, **options: calls.append(1) or logsumexp(*values, **options))
+    monkeypatch.setattr(
+        torch,
+        "logsumexp",
+        lambda *values, **options: calls.append(1) or logsumexp(*values, **options),
+    )
     logits_NV = torch.randn(2_000_000, 16).bfloat16().requires_grad_()
-    transformer_impl.logprobs_from_logits(logits_NV, torch.zeros(2_000_000, dtype=torch.int64)).sum().backward()
+    transformer_impl.logprobs_from_logits(
+        logits_NV, torch.zeros(2_000_000, dtype=torch.int64)
+    ).sum().backward()
     assert 1 < len(calls) <= 20
 
 
@@ -235,5 +286,7 @@ def test_part_a_needs_torch_transformers_and_pydantic_alone() -> None:
     }
     imports = "sys, benchmarks.gpu_check.__main__, benchmarks.gpu_check.plain"
     program = f"import {imports}; print({packages} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"

@@ -14,7 +14,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 
 class _Module(_DummyBackendModule):
@@ -44,7 +47,9 @@ class OnCard(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnCard:
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        tensor = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE)
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE
+        )
         tensor.of_cpu = inner
         return tensor
 
@@ -75,19 +80,31 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name.startswith("aten.copy_"):
         is_on_card = of_card[0]
     elif any(of_card) and not name.startswith(COPIES):
-        alien = [value for value, mine in zip(arguments, of_card, strict=True) if not mine and value.ndim]
+        alien = [
+            value for value, mine in zip(arguments, of_card, strict=True) if not mine and value.ndim
+        ]
         if alien and not (name.startswith(INDEXING) and of_card[0]):
             raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU")
-    plain = tree_map(lambda value: value.of_cpu if isinstance(value, OnCard) else value, (args, kwargs))
+    plain = tree_map(
+        lambda value: value.of_cpu if isinstance(value, OnCard) else value, (args, kwargs)
+    )
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*plain[0], **plain[1])
     if not is_on_card:
         return result
-    if any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in tree_leaves(result)):
+    if any(
+        isinstance(value, torch.Tensor) and value.dtype == torch.float64
+        for value in tree_leaves(result)
+    ):
         raise TypeError(f"{name}: {DEVICE} has no float64")
-    same = {id(value.of_cpu): value for value in arguments if isinstance(value, OnCard)}  # of an operation in place
+    same = {
+        id(value.of_cpu): value for value in arguments if isinstance(value, OnCard)
+    }  # of an operation in place
     return tree_map(
-        lambda value: same.get(id(value), OnCard(value)) if isinstance(value, torch.Tensor) else value, result
+        lambda value: (
+            same.get(id(value), OnCard(value)) if isinstance(value, torch.Tensor) else value
+        ),
+        result,
     )
 
 
@@ -95,14 +112,20 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def card() -> Iterator[torch.device]:
     """Within, tensors can be made on the device and moved there."""
 
-    def tensor(data: Any, *, device: Any = None, make: Any = torch.tensor, **options: Any) -> torch.Tensor:
+    def tensor(
+        data: Any, *, device: Any = None, make: Any = torch.tensor, **options: Any
+    ) -> torch.Tensor:
         result = make(data, **options)
         return result if device is None else result.to(device)
 
     def generator(device: Any = "cpu", make: Any = torch.Generator) -> torch.Generator:
         return make("cpu")
 
-    with _Card(), patch.object(torch, "tensor", tensor), patch.object(torch, "Generator", generator):
+    with (
+        _Card(),
+        patch.object(torch, "tensor", tensor),
+        patch.object(torch, "Generator", generator),
+    ):
         yield DEVICE
 
 
@@ -114,5 +137,7 @@ def moved(model: nn.Module) -> nn.Module:
             if values is not None:
                 new = nn.Parameter(OnCard(values.detach()), values.requires_grad)
                 module._parameters[name] = seen.setdefault(id(values), new)
-        module._buffers.update({name: OnCard(values) for name, values in module._buffers.items() if values is not None})
+        module._buffers.update(
+            {name: OnCard(values) for name, values in module._buffers.items() if values is not None}
+        )
     return model

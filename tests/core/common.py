@@ -22,7 +22,11 @@ METHODS = [name for name, cls in methods().items() if cls.__module__.startswith(
 """Plug-ins of other projects may be installed."""
 FITTED = {"file": str(Path(__file__).with_name("fitted.json"))}
 """Options without which ``fitted`` cannot run."""
-MAPS = [name for name, entry in ALL_MAPS.items() if entry.function.__module__.startswith("grail_advantage.")]
+MAPS = [
+    name
+    for name, entry in ALL_MAPS.items()
+    if entry.function.__module__.startswith("grail_advantage.")
+]
 
 
 def rollouts_of(
@@ -61,7 +65,9 @@ class Given:
         return [RowScores(self.of_pass[row.index, : row.length]) for row in rows]
 
 
-def weighed(method: BaseMethod, responses: Rollouts, of_pass: torch.Tensor | None = None) -> Weighed:
+def weighed(
+    method: BaseMethod, responses: Rollouts, of_pass: torch.Tensor | None = None
+) -> Weighed:
     """What a method makes of responses, the way every host goes; what holds for every method is checked."""
     w = weigh(responses, method, Given(of_pass))
     assert w.weights.dtype == w.advantages.dtype == w.scores.dtype == torch.float32
@@ -72,13 +78,18 @@ def weighed(method: BaseMethod, responses: Rollouts, of_pass: torch.Tensor | Non
 
 def few(examples: int) -> settings:
     """So many examples of a property, the same ones every time."""
-    common: dict[str, Any] = {"phases": (Phase.generate, Phase.shrink), "suppress_health_check": list(HealthCheck)}
+    common: dict[str, Any] = {
+        "phases": (Phase.generate, Phase.shrink),
+        "suppress_health_check": list(HealthCheck),
+    }
     return settings(max_examples=examples, deadline=None, derandomize=True, database=None, **common)
 
 
 def some(names: Iterable[Any], by_day: Collection[Any]) -> list[Any]:
     """A test's parameters, of which those that are not ``by_day`` are nightly."""
-    return [name if name in by_day else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+    return [
+        name if name in by_day else pytest.param(name, marks=pytest.mark.nightly) for name in names
+    ]
 
 
 @contextmanager

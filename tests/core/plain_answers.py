@@ -28,7 +28,9 @@ def _tags(text: str) -> list[Box]:
 
 def _matches(expression: str) -> Callable[[str], list[Box]]:
     """Of Python's own expressions."""
-    return lambda text: [(m.start(), *m.span("content"), m.end()) for m in re.finditer(expression, text)]
+    return lambda text: [
+        (m.start(), *m.span("content"), m.end()) for m in re.finditer(expression, text)
+    ]
 
 
 PLAIN = {

@@ -41,7 +41,9 @@ class Row:
         self.trained = list(self.trained) or [True] * length
         self.tokens = [index for index, trained in enumerate(self.trained) if trained]
         self.sound = all(
-            math.isfinite(values[index]) for values in (self.log_probs, self.entropies) for index in self.tokens
+            math.isfinite(values[index])
+            for values in (self.log_probs, self.entropies)
+            for index in self.tokens
         )
 
     def ones(self) -> list[float]:
@@ -72,10 +74,13 @@ def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
     width = max((len(row.trained) for row in rows), default=0) + extra
 
     def column(name: str) -> torch.Tensor:
-        values = [[v if t else NAN for v, t in zip(getattr(row, name), row.trained, strict=True)] for row in rows]
-        return torch.tensor([row_values + [NAN] * (width - len(row_values)) for row_values in values]).reshape(
-            len(rows), width
-        )
+        values = [
+            [v if t else NAN for v, t in zip(getattr(row, name), row.trained, strict=True)]
+            for row in rows
+        ]
+        return torch.tensor(
+            [row_values + [NAN] * (width - len(row_values)) for row_values in values]
+        ).reshape(len(rows), width)
 
     masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
     columns = {"old_log_probs": column("log_probs"), "entropy": column("entropies")}
@@ -90,7 +95,9 @@ def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> Weights:
     return [weights[index, : len(row.trained)].tolist() for index, row in enumerate(rows)]
 
 
-def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6) -> None:
+def close(
+    got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6
+) -> None:
     """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
     for index, (of_row, values_of_row) in enumerate(zip(got, expected, strict=True)):
@@ -106,7 +113,9 @@ def part(share: float, count: int) -> int:
 
 def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
     """Places of the highest scores, of equal ones the first."""
-    order = sorted(range(len(places)), key=lambda index: -scores[index])  # which keeps the order of equal ones
+    order = sorted(
+        range(len(places)), key=lambda index: -scores[index]
+    )  # which keeps the order of equal ones
     return [places[index] for index in order[:count]]
 
 
@@ -121,7 +130,9 @@ def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
     """n s^g / sum s^g, all 1 where the sum is below 1e-8."""
     powers = [max(0.0, score) ** exponent for score in scores]
     total = math.fsum(powers)
-    return [1.0] * len(scores) if total < 1e-8 else [len(scores) * value / total for value in powers]
+    return (
+        [1.0] * len(scores) if total < 1e-8 else [len(scores) * value / total for value in powers]
+    )
 
 
 def mean_ratio(scores: Sequence[float], beta: float = 0.1) -> list[float]:
@@ -133,7 +144,10 @@ def mean_ratio(scores: Sequence[float], beta: float = 0.1) -> list[float]:
 
 
 def bilevel(
-    scores: Sequence[float], quantile: float = 0.4, boost: float = 2.0, quantile_rule: str = "linear"
+    scores: Sequence[float],
+    quantile: float = 0.4,
+    boost: float = 2.0,
+    quantile_rule: str = "linear",
 ) -> list[float]:
     """max(h / tau, 0.1) below the quantile tau, else 1 + boost (h - tau) / (1 - tau)."""
     levels = [math.log1p(max(score, -1 + 1e-8)) for score in scores]
@@ -172,7 +186,10 @@ def log_zscore(
     logs = [math.log(max(score, 0.0) + 1e-8) for score in scores]
     mean = math.fsum(logs) / len(logs)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / len(logs) + 1e-8)
-    return [min(max(weight_mean + weight_std * (value - mean) / deviation, weight_min), weight_max) for value in logs]
+    return [
+        min(max(weight_mean + weight_std * (value - mean) / deviation, weight_min), weight_max)
+        for value in logs
+    ]
 
 
 def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
@@ -205,7 +222,11 @@ def through_map(
         if statistics == "reasoning":
             places = [index for index in places if row.span is not None and index < row.span.start]
         scores = [max(0.0, of_row[index]) for index in places]
-        inside = {"wrong": row.advantage < 0, "correct": row.advantage > 0, "all": row.advantage != 0}[gate]
+        inside = {
+            "wrong": row.advantage < 0,
+            "correct": row.advantage > 0,
+            "all": row.advantage != 0,
+        }[gate]
         if inside and places and all(map(math.isfinite, scores)):
             if reshaper == "top":
                 weights = [0.0] * len(weights)
@@ -230,7 +251,10 @@ def entropy(rows: Sequence[Row], **options: Any) -> Weights:
 
 
 def each_token(
-    rows: Sequence[Row], weight: Callable[[Row, int], float], normalize_mass: bool = False, all_rows: bool = False
+    rows: Sequence[Row],
+    weight: Callable[[Row, int], float],
+    normalize_mass: bool = False,
+    all_rows: bool = False,
 ) -> Weights:
     """A weight of its own for every token of the responses with an advantage."""
     all_weights = []
@@ -245,7 +269,9 @@ def each_token(
     return all_weights
 
 
-def high_entropy(rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", **mass: bool) -> Weights:
+def high_entropy(
+    rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", **mass: bool
+) -> Weights:
     """The tokens at or above the entropy that the share ends with, over all responses."""
     everything = [row.entropies[index] for row in rows if row.sound for index in row.tokens]
     if not everything:
@@ -253,10 +279,14 @@ def high_entropy(rows: Sequence[Row], rho: float = 0.2, denominator: str = "sele
     cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
     count = sum(1 for value in everything if value >= cut)
     weight = len(everything) / count if denominator == "selected" else 1.0
-    return each_token(rows, lambda row, t: weight if row.entropies[t] >= cut else 0.0, all_rows=True, **mass)
+    return each_token(
+        rows, lambda row, t: weight if row.entropies[t] >= cut else 0.0, all_rows=True, **mass
+    )
 
 
-def entropy_bonus(rows: Sequence[Row], alpha: float = 0.4, kappa: float = 2.0, **mass: bool) -> Weights:
+def entropy_bonus(
+    rows: Sequence[Row], alpha: float = 0.4, kappa: float = 2.0, **mass: bool
+) -> Weights:
     """(A + min(alpha H, |A| / kappa)) / A."""
 
     def of_token(row: Row, index: int) -> float:
@@ -268,7 +298,9 @@ def entropy_bonus(rows: Sequence[Row], alpha: float = 0.4, kappa: float = 2.0, *
 
 def probability(rows: Sequence[Row], alpha: float = 0.2, **mass: bool) -> Weights:
     """alpha p + 1 - alpha."""
-    return each_token(rows, lambda row, t: alpha * math.exp(min(0.0, row.log_probs[t])) + 1 - alpha, **mass)
+    return each_token(
+        rows, lambda row, t: alpha * math.exp(min(0.0, row.log_probs[t])) + 1 - alpha, **mass
+    )
 
 
 def stare(
@@ -285,7 +317,9 @@ def stare(
     all_weights = {id(row): row.ones() for row in rows}
     if math.fsum(everything) / max(1, len(everything)) < threshold:
         for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
-            places = [(row, index) for row in usable if row.advantage * sign > 0 for index in row.tokens]
+            places = [
+                (row, index) for row in usable if row.advantage * sign > 0 for index in row.tokens
+            ]
             scores = [-row.log_probs[index] for row, index in places]
             for row, index in chosen(scores, places, min(len(places), part(share, len(places)))):
                 all_weights[id(row)][index] = weight
@@ -295,7 +329,11 @@ def stare(
 
 
 def polarity(
-    rows: Sequence[Row], right: float = 1.0, wrong: float = 1.0, spread: bool = False, spread_over: str = "both"
+    rows: Sequence[Row],
+    right: float = 1.0,
+    wrong: float = 1.0,
+    spread: bool = False,
+    spread_over: str = "both",
 ) -> Weights:
     """A weight for each sign, for each token or shared by the response's tokens."""
 
@@ -306,7 +344,9 @@ def polarity(
     return each_token(rows, of_token)
 
 
-def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normalize_mass: bool = False) -> Weights:
+def steer(
+    rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normalize_mass: bool = False
+) -> Weights:
     """Linear in |A (1 - p) (log p + H)| between the batch's extremes."""
 
     def change(row: Row, index: int) -> float:
@@ -314,14 +354,21 @@ def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normal
         entropy_ = max(0.0, row.entropies[index])
         return abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
 
-    changes = [change(row, index) for row in rows if row.advantage != 0 and row.sound for index in row.tokens]
+    changes = [
+        change(row, index)
+        for row in rows
+        if row.advantage != 0 and row.sound
+        for index in row.tokens
+    ]
     least = min(changes, default=0.0)
     largest = max(changes, default=0.0)
     if least == largest:
         return [row.ones() for row in rows]
 
     def weight(row: Row, index: int) -> float:
-        share = (change(row, index) - least) / (largest - least)  # exactly 1 for the largest, whose weight may be 0
+        share = (change(row, index) - least) / (
+            largest - least
+        )  # exactly 1 for the largest, whose weight may be 0
         return highest + (lowest - highest) * share
 
     return each_token(rows, weight, normalize_mass)
@@ -329,5 +376,14 @@ def steer(rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normal
 
 METHODS: dict[str, Callable[..., Weights]] = {
     function.__name__: function
-    for function in (surprisal, entropy, high_entropy, entropy_bonus, probability, stare, polarity, steer)
+    for function in (
+        surprisal,
+        entropy,
+        high_entropy,
+        entropy_bonus,
+        probability,
+        stare,
+        polarity,
+        steer,
+    )
 }

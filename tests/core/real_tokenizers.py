@@ -19,9 +19,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """The word splitting of both; Qwen takes digits one by one, Llama 3 up to three at a time."""
 CHARACTERS = "0123456789+-=*/() \n\\{}$.,abcdefghijklmnopqrstuvwxyz"
 TOKENS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -54,13 +52,19 @@ def read_vocabulary(path: Path) -> dict[int, bytes]:
 
 
 def _convert(vocabulary: Path, digits: str, special: list[str]) -> Tokenizer:
-    pytest.importorskip("tiktoken", reason="transformers reads vocabulary files of this kind with tiktoken")
+    pytest.importorskip(
+        "tiktoken", reason="transformers reads vocabulary files of this kind with tiktoken"
+    )
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     # tiktoken would copy the file to a cache that outlives the package's version.
     with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=""):
-        backend = TikTokenConverter(str(vocabulary), pattern=_SPLIT.replace("DIGITS", digits)).converted()
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+        backend = TikTokenConverter(
+            str(vocabulary), pattern=_SPLIT.replace("DIGITS", digits)
+        ).converted()
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in special]
+    )
     return backend
 
 
@@ -70,7 +74,9 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     backend = _convert(qwen_vocabulary(), r"\p{N}", TOKENS["qwen3_special"])
     backend.normalizer = normalizers.NFC()
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in QWEN_TEXT])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
 
 
 @lru_cache
@@ -78,7 +84,11 @@ def llama3_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of Llama 3, 128256 tokens."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
     backend = _convert(llama3_vocabulary(), r"\p{N}{1,3}", TOKENS["llama3_special"] + reserved)
-    special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|finetune_right_pad_id|>"}
+    special = {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "pad_token": "<|finetune_right_pad_id|>",
+    }
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
@@ -89,20 +99,29 @@ def sentencepiece_tokenizer(kind: Literal["bpe", "unigram"]) -> PreTrainedTokeni
     Learned from four sentences. ``bpe`` decodes as Llama 2 does, ``unigram`` through a Metaspace decoder.
     """
     backend = Tokenizer.from_file(str(Path(__file__).with_name(f"sentencepiece_{kind}.json")))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def char_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     """One token for each character, as tiny models use; the specials come first. A new object at each call."""
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *characters])}
+    vocabulary = {
+        token: i
+        for i, token in enumerate(["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *characters])
+    }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=["<|im_start|>"], **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, additional_special_tokens=["<|im_start|>"], **special
+    )
 
 
-def save_under_class(tokenizer: PreTrainedTokenizerFast, folder: Path, tokenizer_class: str, model_type: str) -> Path:
+def save_under_class(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, tokenizer_class: str, model_type: str
+) -> Path:
     """Save a tokenizer as a checkpoint of the hub carries it: with the name of a class, and the type of its model."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"

@@ -22,7 +22,9 @@ LOSS = Loss("ppo", "clip", "token-mean", norm=float(T), options=CLIP)
 
 
 def put(**fields: Callable[[Rollout, MicroBatch], Any]) -> Change:
-    return lambda given, m: replace(m, **{name: change(given, m) for name, change in fields.items()})
+    return lambda given, m: replace(
+        m, **{name: change(given, m) for name, change in fields.items()}
+    )
 
 
 def times(factor: Callable[[Rollout, MicroBatch], Any]) -> Change:
@@ -36,7 +38,9 @@ def masked(chosen: Callable[[MicroBatch], torch.Tensor]) -> Change:
 
 def rolled(*columns: str, by: int = 1) -> Change:
     inside = (torch.arange(T) > 0) if by > 0 else (torch.arange(T) < T - 1)
-    return put(**{k: lambda g, m, k=k: torch.where(inside, getattr(m, k).roll(by, 1), 0) for k in columns})
+    return put(
+        **{k: lambda g, m, k=k: torch.where(inside, getattr(m, k).roll(by, 1), 0) for k in columns}
+    )
 
 
 def other_rows(rows: torch.Tensor) -> Change:
@@ -59,7 +63,9 @@ def whole_of(given: Rollout) -> torch.Tensor:
 
 
 def of_rank(given: Rollout, m: MicroBatch) -> torch.Tensor:
-    return given.batch.mask_BT[torch.cat([rows for rank, rows in given.plan[m.update] if rank == m.rank])].sum()
+    return given.batch.mask_BT[
+        torch.cat([rows for rank, rows in given.plan[m.update] if rank == m.rank])
+    ].sum()
 
 
 def mean(g: Rollout, m: MicroBatch) -> torch.Tensor:
@@ -67,7 +73,9 @@ def mean(g: Rollout, m: MicroBatch) -> torch.Tensor:
 
 
 def columns(**changes: Callable[[Rollout, torch.Generator], Any]) -> Prepare:
-    return lambda g, draw: replace(g, batch=replace(g.batch, **{name: of(g, draw) for name, of in changes.items()}))
+    return lambda g, draw: replace(
+        g, batch=replace(g.batch, **{name: of(g, draw) for name, of in changes.items()})
+    )
 
 
 def plan(pieces: Callable[[torch.Generator], list[torch.Tensor]]) -> Prepare:
@@ -267,12 +275,18 @@ MADE_UP = FAULTS[30:]
 
 
 def looped(
-    seed: int, changes: tuple[Change, ...], prepare: Prepare = FAULTS[-1].prepare, dtype: Any = None, **setting: Any
+    seed: int,
+    changes: tuple[Change, ...],
+    prepare: Prepare = FAULTS[-1].prepare,
+    dtype: Any = None,
+    **setting: Any,
 ) -> Any:
     """The loop's batch, its loss as declared, and what it measured."""
     with_kl = setting.pop("kl", False)
     aggregation = setting.pop("aggregation", LOSS.aggregation)
-    declared = replace(LOSS, aggregation=aggregation, **{"kl": "k3", "kl_coef": 0.1} if with_kl else {})
+    declared = replace(
+        LOSS, aggregation=aggregation, **{"kl": "k3", "kl_coef": 0.1} if with_kl else {}
+    )
     given = receipt_loop.rollout(seed, responses=B, tokens=T, **{"ties": bool(seed % 2)} | setting)
     old_BT = given.batch.old_log_probs_BT.to(dtype or torch.float32).float()
     counted_BT = given.batch.mask_BT
@@ -288,7 +302,9 @@ def looped(
             "seq-mean-token-sum-norm": len(m.update_rows) * T,
         }[aggregation] / given.batch.ranks
         gap = m.ref - m.log_probs
-        m = replace(m, divisor=divisor, term=0.1 * (gap.exp() - gap - 1) if with_kl else torch.zeros(()))
+        m = replace(
+            m, divisor=divisor, term=0.1 * (gap.exp() - gap - 1) if with_kl else torch.zeros(())
+        )
         for change in changes:
             m = change(given, m)
         return ppo(m)
@@ -301,20 +317,31 @@ def cells(faults: list[Fault], every: int = 1) -> list[tuple[Fault, list[str], R
     """Faults in all of their settings, or each ``every``-th one, with the names that the receipt says; made-up ones where the
     gradients are not a clean loop's."""
     result = []
-    for fault, (seed, setting) in [(of, each) for of in faults for each in enumerate(of.settings)][::every]:
+    for fault, (seed, setting) in [(of, each) for of in faults for each in enumerate(of.settings)][
+        ::every
+    ]:
         changes = fault.change if isinstance(fault.change, tuple) else (fault.change,)
         batch, declared, pieces = looped(seed, changes, fault.prepare, **setting)
-        after, before = (torch.cat([p.gradient_bT for p in own]) for own in (pieces, looped(seed, (), **setting)[2]))
+        after, before = (
+            torch.cat([p.gradient_bT for p in own])
+            for own in (pieces, looped(seed, (), **setting)[2])
+        )
         if fault in THREADS or ((after - before).abs() > 1e-5 * before.abs().max()).any():
             receipt = check(batch, declared, pieces)
-            said = [each.name for each in receipt.findings if each.mismatch or fault.right == "rounded"]
+            said = [
+                each.name for each in receipt.findings if each.mismatch or fault.right == "rounded"
+            ]
             result.append((fault, said, receipt))
     return result
 
 
 def wrong(known: list[tuple[Fault, list[str], Receipt]]) -> list[str]:
     """Those whose first line has no right name."""
-    return [f"{of.what}: {said}" for of, said, _ in known if not set(said[:1]) & set(of.right.split(" or "))]
+    return [
+        f"{of.what}: {said}"
+        for of, said, _ in known
+        if not set(said[:1]) & set(of.right.split(" or "))
+    ]
 
 
 def quiet(count: int) -> list[tuple[dict[str, Any], Receipt]]:
@@ -322,10 +349,22 @@ def quiet(count: int) -> list[tuple[dict[str, Any], Receipt]]:
     result = []
     for seed in range(count):
         draw = torch.Generator().manual_seed(seed)
-        choices: dict[str, tuple[Any, ...]] = {"ranks": (1, 2), "updates": (1, 2), "epochs": (1, 1, 3)}
+        choices: dict[str, tuple[Any, ...]] = {
+            "ranks": (1, 2),
+            "updates": (1, 2),
+            "epochs": (1, 1, 3),
+        }
         choices |= {name: (True, False) for name in ("weights", "kl", "token_advantages")}
-        choices["aggregation"] = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-        setting = {name: of[int(torch.randint(len(of), (), generator=draw))] for name, of in choices.items()}
+        choices["aggregation"] = (
+            "token-mean",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-sum-norm",
+        )
+        setting = {
+            name: of[int(torch.randint(len(of), (), generator=draw))]
+            for name, of in choices.items()
+        }
         setting["dtype"] = torch.bfloat16 if seed % 4 == 0 else torch.float32
         result.append((setting, check(*looped(seed, (), **setting))))
     return result
@@ -336,5 +375,11 @@ if __name__ == "__main__":
         known = cells(chosen)
         print(*(f"{fault.what}: {', '.join(said)}" for fault, said, _ in known), sep="\n")
         missed = sum(not said for _, said, _ in known)
-        print(f"{len(known)} cells, {missed} missed, with another first line:", *wrong(known), sep="\n")
-    print("400 clean loops, alarms:", [setting for setting, receipt in quiet(400) if not receipt.ok])
+        print(
+            f"{len(known)} cells, {missed} missed, with another first line:",
+            *wrong(known),
+            sep="\n",
+        )
+    print(
+        "400 clean loops, alarms:", [setting for setting, receipt in quiet(400) if not receipt.ok]
+    )

@@ -85,7 +85,9 @@ def rollout(
     advantages = torch.where(mask, advantages, 0.0)
     advantages[responses // 2] = 0.0
     old = -3 * torch.rand(shape, generator=generator) - 0.01
-    policy = (old + drift * torch.randn(updates * epochs, *shape, generator=generator)).clamp(max=-0.01)
+    policy = (old + drift * torch.randn(updates * epochs, *shape, generator=generator)).clamp(
+        max=-0.01
+    )
     policy[0] = old
     plan = []
     for _ in range(epochs):
@@ -100,7 +102,9 @@ def rollout(
             plan.append(step)
     weights_BT = torch.rand(shape, generator=generator) + 0.5 if weights else None
     ref = (old + 0.2 * torch.randn(shape, generator=generator)).clamp(max=0.0)
-    return Rollout(Batch(advantages, mask, old, weights_BT, ref, None, updates, epochs, ranks), policy, plan)
+    return Rollout(
+        Batch(advantages, mask, old, weights_BT, ref, None, updates, epochs, ranks), policy, plan
+    )
 
 
 def ppo(micro: MicroBatch, **changed: Any) -> torch.Tensor:
@@ -116,7 +120,13 @@ def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor] = ppo) -> l
     batch = given.batch
     pieces = []
     weights = torch.ones_like(batch.advantages_BT) if batch.weights_BT is None else batch.weights_BT
-    columns = (batch.old_log_probs_BT, batch.advantages_BT, batch.mask_BT, weights, batch.ref_log_probs_BT)
+    columns = (
+        batch.old_log_probs_BT,
+        batch.advantages_BT,
+        batch.mask_BT,
+        weights,
+        batch.ref_log_probs_BT,
+    )
     for update, step in enumerate(given.plan):
         of_step = torch.cat([rows for _, rows in step])
         divisor = batch.mask_BT[of_step].sum() / batch.ranks
@@ -124,7 +134,9 @@ def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor] = ppo) -> l
             log_probs = given.policy_UBT[update, rows].clone().requires_grad_()
             own = [column[rows] for column in columns if column is not None]
             count = sum(other == rank for other, _ in step)
-            value = loss(MicroBatch(rows, log_probs, *own, of_step, count, rank, number, update, divisor))
+            value = loss(
+                MicroBatch(rows, log_probs, *own, of_step, count, rank, number, update, divisor)
+            )
             if value.requires_grad:
                 value.backward()
             gradient = torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad

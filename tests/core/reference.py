@@ -18,7 +18,13 @@ import torch
 from tests.core.plain_weights import MAPS, to_mass
 
 OFFICIAL = {
-    **{"leaf": "embeddings", "alignment": "predictor", "span": "first", "target": "span", "gate": "wrong"},
+    **{
+        "leaf": "embeddings",
+        "alignment": "predictor",
+        "span": "first",
+        "target": "span",
+        "gate": "wrong",
+    },
     **{"statistics": "response", "reshaper": "log_zscore", "weight_mean": 1.0, "weight_std": 0.5},
     **{"weight_min": 0.5, "weight_max": 5.0, "content_weight": None, "content_outside_gate": True},
     **{"normalize_mass": False, "control": "none"},
@@ -73,7 +79,10 @@ def boxed_spans(text: str) -> list[Span]:
     spans = []
     backslashes = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
     # A brace behind an odd number of backslashes is a sign.
-    text = "".join("." if char in "{}" and odd % 2 else char for char, odd in zip(text, backslashes, strict=True))
+    text = "".join(
+        "." if char in "{}" and odd % 2 else char
+        for char, odd in zip(text, backslashes, strict=True)
+    )
     at = text.find(opening)
     while at >= 0:
         close = partner(text, at + len(opening) - 1, "{", "}")
@@ -94,15 +103,28 @@ class PlainModel:
         self.known: dict[tuple, list[float]] = {}
 
     def scores(
-        self, ids: list[int], attention: list[int], targets: list[int], leaf: str, temperature: float
+        self,
+        ids: list[int],
+        attention: list[int],
+        targets: list[int],
+        leaf: str,
+        temperature: float,
     ) -> list[float]:
         """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
         key = (tuple(ids), tuple(attention), tuple(targets), leaf, temperature)
         if key in self.known:
             return self.known[key]
-        places = torch.tensor([[max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]])
-        embeds = self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
-        arguments = {"attention_mask": torch.tensor([attention]), "position_ids": places, "use_cache": False}
+        places = torch.tensor(
+            [[max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]]
+        )
+        embeds = (
+            self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
+        )
+        arguments = {
+            "attention_mask": torch.tensor([attention]),
+            "position_ids": places,
+            "use_cache": False,
+        }
         output = self.model(inputs_embeds=embeds, output_hidden_states=True, **arguments)
         blocks = len(self.model.model.layers)
         assert len(output.hidden_states) == blocks + 1
@@ -121,23 +143,35 @@ class PlainModel:
         return self.known[key]
 
 
-def row_weights(scores: list[float], span: Span | None, advantage: float, options: dict) -> list[float]:
+def row_weights(
+    scores: list[float], span: Span | None, advantage: float, options: dict
+) -> list[float]:
     """Weights of one response from its T tokens' scores."""
     length = len(scores)
     if span is None or advantage == 0:
         return [1.0] * length
     start, content_start, content_end, _ = span
-    outside = (options["gate"] == "wrong" and advantage > 0) or (options["gate"] == "correct" and advantage <= 0)
+    outside = (options["gate"] == "wrong" and advantage > 0) or (
+        options["gate"] == "correct" and advantage <= 0
+    )
     weights = [1.0 if outside else options["weight_mean"]] * length
     if not outside:
         counted = range(length) if options["statistics"] == "response" else range(start)
-        names = ("weight_mean", "weight_std", "weight_min", "weight_max") if options["reshaper"] == "log_zscore" else ()
-        mapped = MAPS[options["reshaper"]]([scores[t] for t in counted], **{name: options[name] for name in names})
+        names = (
+            ("weight_mean", "weight_std", "weight_min", "weight_max")
+            if options["reshaper"] == "log_zscore"
+            else ()
+        )
+        mapped = MAPS[options["reshaper"]](
+            [scores[t] for t in counted], **{name: options[name] for name in names}
+        )
         for t, weight in zip(counted, mapped, strict=True):
             weights[t] = 1.0 if options["control"] == "answer" else weight
     if not outside or options["content_outside_gate"]:
         for t in range(start, length):
-            weights[t] = options["content_weight" if content_start <= t < content_end else "weight_mean"]
+            weights[t] = options[
+                "content_weight" if content_start <= t < content_end else "weight_mean"
+            ]
     return to_mass(weights, range(length)) if options["normalize_mass"] and not outside else weights
 
 
@@ -154,7 +188,9 @@ def reference_weights(
 ) -> ReferenceResult:
     """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character, `boxes` finds answers."""
     result = ReferenceResult([], [], [])
-    for ids, attention, mask, advantage in zip(input_ids, attention_mask, response_mask, advantages, strict=True):
+    for ids, attention, mask, advantage in zip(
+        input_ids, attention_mask, response_mask, advantages, strict=True
+    ):
         positions = [p for p in range(len(ids)) if mask[p] == 1]
         spans = boxes("".join(characters[ids[p]] for p in positions)) or [None]
         span = spans[0 if options["span"] == "first" else -1]

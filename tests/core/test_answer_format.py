@@ -54,7 +54,9 @@ def test_every_short_text(answer: str) -> None:
 def test_hashes_hold_the_number_that_verls_reward_judges() -> None:
     extract_solution = pytest.importorskip("verl.utils.reward_score.gsm8k").extract_solution
     for length in range(6):
-        for units in itertools.product(["#### ", "####", "-", "4", ",", ".", " ", "\n"], repeat=length):
+        for units in itertools.product(
+            ["#### ", "####", "-", "4", ",", ".", " ", "\n"], repeat=length
+        ):
             text = "".join(units)
             boxes = list(FORMATS["hashes"].find(text.encode()))
             content = text[boxes[-1][1] : boxes[-1][2]].replace(",", "") if boxes else None
@@ -90,13 +92,17 @@ ENDLESS = (
 
 
 @pytest.mark.parametrize(("expression", "text"), ENDLESS)
-def test_what_takes_long_has_no_matches(expression: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_long_has_no_matches(
+    expression: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(expressions, "SECONDS", 0.1)
     assert find_matches(regex.compile(expression), text) is None
     assert list(answer_format(expression).find(text.encode())) == []
 
 
-def test_the_second_is_of_the_clock_and_not_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_is_of_the_clock_and_not_of_other_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An expression needs so much of regex's clock, of which one second passes in so many by the wall clock."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -105,7 +111,9 @@ def test_the_second_is_of_the_clock_and_not_of_other_threads(monkeypatch: pytest
     for needs, seconds in (*fast, *lost):
         clock[0] = 0.0
 
-        def finditer(text: str, timeout: float, needs: float = needs, seconds: float = seconds) -> Iterator[str]:
+        def finditer(
+            text: str, timeout: float, needs: float = needs, seconds: float = seconds
+        ) -> Iterator[str]:
             clock[0] += min(needs, timeout) * seconds
             if timeout < needs:
                 raise TimeoutError
@@ -126,7 +134,9 @@ def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
     watch.look(replace(r, known_spans={}, answer=answer_format(answer)))
 
 
-def watch(choice: str = "stop", method: Method | None = None, answer: str = "boxed", **options: Any) -> AnswerCheck:
+def watch(
+    choice: str = "stop", method: Method | None = None, answer: str = "boxed", **options: Any
+) -> AnswerCheck:
     return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **options)
 
 

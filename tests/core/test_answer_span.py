@@ -16,7 +16,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage.answers.span import AnswerSpan, find_answer_span, find_answer_spans, token_bytes
+from grail_advantage.answers.span import (
+    AnswerSpan,
+    find_answer_span,
+    find_answer_spans,
+    token_bytes,
+)
 from grail_advantage.answers.text import TokenTexts, answer_text, decode_pieces
 from grail_advantage.answers.tokenizers import load_tokenizer
 from tests.core import real_tokenizers as real
@@ -26,7 +31,9 @@ from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.shipped import load_shipped
 
 
-def is_plain_span(tokenizer: Any, ids: list[int], which: str, bytes_of: Callable, answer: str = "boxed") -> bool:
+def is_plain_span(
+    tokenizer: Any, ids: list[int], which: str, bytes_of: Callable, answer: str = "boxed"
+) -> bool:
     """Compare a span with the definition's tokens, from the first to the last that covers a byte; say whether there was one."""
     span = find_answer_span(ids, tokenizer, which, answer)
     token_texts = [bytes_of(token) for token in ids]
@@ -37,7 +44,11 @@ def is_plain_span(tokenizer: Any, ids: list[int], which: str, bytes_of: Callable
         return False
     start, content_start, content_end, end = boxes[0 if which == "first" else -1]
     empty = owner[content_end] if content_end < end else owner[end - 1] + 1
-    content = (owner[content_start], owner[content_end - 1] + 1) if content_start < content_end else (empty, empty)
+    content = (
+        (owner[content_start], owner[content_end - 1] + 1)
+        if content_start < content_end
+        else (empty, empty)
+    )
     assert span == AnswerSpan(owner[start], *content, owner[end - 1] + 1)
     return True
 
@@ -52,7 +63,11 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
-BY_HAND = list(map(json.loads, Path(__file__).with_name("spans.jsonl").read_text(encoding="utf-8").splitlines()))
+BY_HAND = list(
+    map(
+        json.loads, Path(__file__).with_name("spans.jsonl").read_text(encoding="utf-8").splitlines()
+    )
+)
 """A format, the texts of tokens, which answer, and its span in them."""
 
 
@@ -71,15 +86,29 @@ def test_spans_by_hand(decoder: Any) -> None:
 def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
     two = tokenizer.encode("\\boxed{1}\\boxed{2}")
-    assert find_answer_spans([two], tokenizer) == [find_answer_span(two, tokenizer)] == [AnswerSpan(9, 16, 17, 18)]
+    assert (
+        find_answer_spans([two], tokenizer)
+        == [find_answer_span(two, tokenizer)]
+        == [AnswerSpan(9, 16, 17, 18)]
+    )
     ids = tokenizer.encode("x = \\boxed{1-2}.")
     expected = AnswerSpan(4, 11, 14, 15)
-    rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.repeat(ids, 2)[::2]]
+    rows = [
+        ids,
+        tuple(ids),
+        torch.tensor(ids),
+        torch.tensor(ids, dtype=torch.int32),
+        np.repeat(ids, 2)[::2],
+    ]
     rows += [np.array(ids, dtype=kind) for kind in (np.int32, np.int64, np.uint16, np.uint64)]
     for batch in (rows, torch.tensor([ids] * 9), np.array([ids] * 9)):
         spans = find_answer_spans(batch, tokenizer, "last")
-        assert spans == [expected] * 9 and all(type(index) is int for span in spans for index in vars(span).values())
-    jagged = torch.nested.nested_tensor([torch.tensor(ids), torch.tensor(ids[:5])], layout=torch.jagged)
+        assert spans == [expected] * 9 and all(
+            type(index) is int for span in spans for index in vars(span).values()
+        )
+    jagged = torch.nested.nested_tensor(
+        [torch.tensor(ids), torch.tensor(ids[:5])], layout=torch.jagged
+    )
     assert find_answer_spans(jagged, tokenizer, "last") == [expected, None]
     assert find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last") == [None] * 3
 
@@ -87,13 +116,17 @@ def test_every_kind_of_row() -> None:
 def test_each_tokenizer_has_its_own_table() -> None:
     """Tokenizers that die leave their ids, which later ones take over."""
     ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
-    for number in range(20):  # the one before is still alive when the next is made, so that every other id is the same
+    for number in range(
+        20
+    ):  # the one before is still alive when the next is made, so that every other id is the same
         tokenizer = real.char_tokenizer("\\boxed{1}" if number % 3 else "\\boxed}1{")
         assert (find_answer_span(ids, tokenizer) is None) == (number % 3 == 0)
 
 
 @pytest.fixture(scope="module", params=["qwen", "llama3"])
-def real_vocabulary(request: pytest.FixtureRequest) -> tuple[PreTrainedTokenizerFast, dict[int, bytes]]:
+def real_vocabulary(
+    request: pytest.FixtureRequest,
+) -> tuple[PreTrainedTokenizerFast, dict[int, bytes]]:
     """A real tokenizer, and its token bytes read from the vocabulary file itself."""
     if request.param == "qwen":
         tokenizer = real.qwen_tokenizer()
@@ -109,7 +142,9 @@ def real_vocabulary(request: pytest.FixtureRequest) -> tuple[PreTrainedTokenizer
 def test_real_token_bytes(real_vocabulary: tuple) -> None:
     tokenizer, vocabulary = real_vocabulary
     assert len(tokenizer) in (151_669, 128_256)
-    assert token_bytes(tokenizer) == {token: vocabulary.get(token, b"") for token in range(len(tokenizer))}
+    assert token_bytes(tokenizer) == {
+        token: vocabulary.get(token, b"") for token in range(len(tokenizer))
+    }
 
 
 WORDS = r"{ \boxed{} \boxed \ boxed{ bo box ed{ x d{ 42 -1 \frac{1}{2} \{ \} $ $\ }. }$ ({ é 汉字 😀 ½ \\ ** \( \)"
@@ -128,7 +163,13 @@ SNIPPETS = [
 OF_FORMAT = {
     "boxed": [],
     "hashes": [*4 * ["#### ", "\n#### -42", "#### 4,2."], "#", "##", "-", "####"],
-    "tag": [*6 * ["<answer>"], *5 * ["</answer>"], "<", "answer>", *2 * ["<|begin_of_box|>", "<|end_of_box|>"]],
+    "tag": [
+        *6 * ["<answer>"],
+        *5 * ["</answer>"],
+        "<",
+        "answer>",
+        *2 * ["<|begin_of_box|>", "<|end_of_box|>"],
+    ],
     EXPRESSION: [*5 * ["Answer: "], "Answer", ":", "."],
 }
 
@@ -145,7 +186,9 @@ def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", PLAIN)
-def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple, answer: str) -> None:
+def test_real_vocabulary_text_encoded_and_split_anywhere(
+    real_vocabulary: tuple, answer: str
+) -> None:
     tokenizer, vocabulary = real_vocabulary
     token_of = {text: token for token, text in vocabulary.items()}
     size = len(tokenizer)
@@ -161,7 +204,9 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple,
             ids.insert(rng.randrange(len(ids) + 1), rng.choice(strange))
         for written in (tokenizer.encode(text, add_special_tokens=False), ids):
             for which in ("first", "last"):
-                spans += is_plain_span(tokenizer, written, which, lambda token: vocabulary.get(token, b""), answer)
+                spans += is_plain_span(
+                    tokenizer, written, which, lambda token: vocabulary.get(token, b""), answer
+                )
             rows.append(np.array(written, dtype=np.int64))
     assert 100 < spans < 360
     expected = [find_answer_span(row, tokenizer, "first", answer) for row in rows]
@@ -199,7 +244,10 @@ def test_scheme_without_a_decoder() -> None:
         tokenizer = word_tokenizer(["Ċ", "▁"])
         tokenizer.backend_tokenizer.pre_tokenizer = scheme
         bytes_of = token_bytes(tokenizer)
-        assert [bytes_of[tokenizer.convert_tokens_to_ids(word)] for word in ("Ċ", "▁")] == [newline, space]
+        assert [bytes_of[tokenizer.convert_tokens_to_ids(word)] for word in ("Ċ", "▁")] == [
+            newline,
+            space,
+        ]
 
 
 def test_added_and_spelt_tokens() -> None:
@@ -240,7 +288,9 @@ def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(real_vocabulary: 
     assert answer_text(texts(by_byte), find_answer_span(by_byte, tokenizer)) == "\\text{naïve}"
 
 
-def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused(
+    tmp_path: Path,
+) -> None:
     meant = build_tokenizer()
     tokenizer = load_tokenizer(save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama"))
     for text in ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$."):
@@ -249,7 +299,9 @@ def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused
     assert len(tokenizer) == len(meant)  # transformers adds a token <unk>
     assert (tokenizer.eos_token, tokenizer.pad_token) == (meant.eos_token, meant.pad_token)
     # SentencePiece's rules over a byte-level vocabulary.
-    meant.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    meant.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="never", split=False
+    )
     rules = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     meant.backend_tokenizer.decoder = decoders.Sequence(rules)
     meant.save_pretrained(tmp_path)
@@ -262,7 +314,9 @@ def test_a_mistral_folder_is_read_by_its_tokenizer_json(tmp_path: Path) -> None:
     data = Path(str(files("mistral_common"))) / "data"
     _, meant = load_shipped()
     meant.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "mistral", "architectures": ["MistralForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mistral", "architectures": ["MistralForCausalLM"]}'
+    )
     (tmp_path / "tekken.json").write_bytes(next(data.glob("tekken_*.json")).read_bytes())
     tokenizer = load_tokenizer(tmp_path)
     ids = meant.encode(r"So \boxed{7}", add_special_tokens=False)

@@ -21,7 +21,17 @@ import pytest
 import torch
 
 from examples.methods.test_methods import test_a_method_keeps_the_contract  # noqa: F401  the template's test
-from grail_advantage import AnswerSpan, Grail, Method, Rollouts, Weights, check, maps, register, register_map
+from grail_advantage import (
+    AnswerSpan,
+    Grail,
+    Method,
+    Rollouts,
+    Weights,
+    check,
+    maps,
+    register,
+    register_map,
+)
 from grail_advantage import method as registry
 from grail_advantage.check import batch_faults, unequal
 from grail_advantage.check import part as some_of
@@ -55,7 +65,9 @@ READS_NO_NUMBERS = {"uniform": 1.0, "polarity": 0.5, "pattern": 0.0}
 HARD = {"surprisal", "entropy_bonus", "steer", "pattern"}
 """Methods that choose a token among equal ones, or whose scores are multiplied with something else of the response."""
 every_method = pytest.mark.parametrize("name", METHODS)
-weighing = pytest.mark.parametrize("name", [name for name in METHODS if issubclass(methods()[name], Method)])
+weighing = pytest.mark.parametrize(
+    "name", [name for name in METHODS if issubclass(methods()[name], Method)]
+)
 ASKED = example("How many?", "4")
 Case = tuple[Rollouts, torch.Tensor]
 """Responses, and the numbers of a pass over them."""
@@ -65,18 +77,26 @@ def method_of(name: str, **options: Any) -> Method:
     return build(name, OPTIONS.get(name, {}) | options)
 
 
-def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False, seed: int = 0) -> Case:
+def case(
+    rows: int = len(ADVANTAGES), tokens: int = TOKENS, *, gap: bool = False, seed: int = 0
+) -> Case:
     """Ordinary numbers, and all that any method reads; with a gap, a tool wrote the fourth token of every second response."""
     draw = torch.Generator().manual_seed(seed)
     log_probs, entropy, of_pass = (torch.rand((rows, tokens), generator=draw) for _ in range(3))
-    trained = [[not (gap and row % 2 and place == 3) for place in range(tokens)] for row in range(rows)]
+    trained = [
+        [not (gap and row % 2 and place == 3) for place in range(tokens)] for row in range(rows)
+    ]
     text = ("4=12 so 7= 3 or " * (tokens // 16 + 1))[:tokens]
     r = rollouts_of(
         [encode(text)] * rows,
         (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows],
         trained,
         [SPAN] * rows,
-        columns={OLD_LOG_PROBS: -3 * log_probs - 0.01, ENTROPY: 0.3 * entropy, REF_LOG_PROBS: -4 * entropy - 0.01},
+        columns={
+            OLD_LOG_PROBS: -3 * log_probs - 0.01,
+            ENTROPY: 0.3 * entropy,
+            REF_LOG_PROBS: -4 * entropy - 0.01,
+        },
         tokenizer=tiny_tokenizer(),
         groups=torch.arange(rows) % 2,
         rewards=torch.arange(rows) % 3 / 2,
@@ -109,20 +129,35 @@ def with_value(case: Case, source: str, row: int, value: float) -> Case:
     r, of_pass = case
     values = (of_pass if source == PASS else r.columns[source]).clone()
     values[row, 1] = value
-    return (r, values) if source == PASS else (replace(r, columns=r.columns | {source: values}), of_pass)
+    return (
+        (r, values)
+        if source == PASS
+        else (replace(r, columns=r.columns | {source: values}), of_pass)
+    )
 
 
 def sources(name: str) -> list[str]:
     """What a method's scores are made of."""
     method = method_of(name)
-    return [*sorted(method.reads & {OLD_LOG_PROBS, ENTROPY, REF_LOG_PROBS}), *([PASS] if method.uses else [])]
+    return [
+        *sorted(method.reads & {OLD_LOG_PROBS, ENTROPY, REF_LOG_PROBS}),
+        *([PASS] if method.uses else []),
+    ]
 
 
 @every_method
 def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
     method = build(name)
-    assert method.name == name and type(method).__doc__ and method.formula and method.source and method.cost
-    assert "arXiv" not in method.source or method.source.endswith(")"), "where the paper's formula was read"
+    assert (
+        method.name == name
+        and type(method).__doc__
+        and method.formula
+        and method.source
+        and method.cost
+    )
+    assert "arXiv" not in method.source or method.source.endswith(")"), (
+        "where the paper's formula was read"
+    )
     assert pickle.loads(pickle.dumps(method)) == method, "it travels to another process"
     assert build(name, {"mask_truncated": False}).mask_truncated is False
     assert build(name, {"mask_truncated": None}) == method
@@ -138,13 +173,19 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
 
     def run_keyed(r: Rollouts) -> Weighed:
         nowhere = torch.full((r.mask.shape[1],), NAN)
-        rows = [torch.cat([numbers.get(key, nowhere), nowhere])[: r.mask.shape[1]] for key in r.keys]
+        rows = [
+            torch.cat([numbers.get(key, nowhere), nowhere])[: r.mask.shape[1]] for key in r.keys
+        ]
         return run(name, (r, torch.stack(rows)))
 
-    assert not list(batch_faults(run_keyed, batch[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5))
+    assert not list(
+        batch_faults(run_keyed, batch[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5)
+    )
     filler = without(case(2, TOKENS + 5), 0, 1)[0]
     columns = {column: torch.full_like(values, NAN) for column, values in filler.columns.items()}
-    added = joined([batch[0], replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)])
+    added = joined(
+        [batch[0], replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)]
+    )
     with_filler = run(name, (added, torch.nn.functional.pad(batch[1], (0, 5, 0, 2), value=NAN)))
     assert with_filler.metrics == pytest.approx(run(name, batch).metrics)
     masked = run(name, (replace(batch[0], masked=torch.arange(12) == 4), batch[1]))
@@ -165,19 +206,25 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
     plain = run(name, batch, **options)
     control = run(name, batch, **options, control="shuffled")
     moved = torch.where(plain.by_score, plain.weights, -1.0).sort(dim=1).values
-    torch.testing.assert_close(torch.where(plain.by_score, control.weights, -1.0).sort(dim=1).values, moved)
+    torch.testing.assert_close(
+        torch.where(plain.by_score, control.weights, -1.0).sort(dim=1).values, moved
+    )
     assert torch.equal(control.by_score, plain.by_score)
     torch.testing.assert_close(control.weights[~plain.by_score], plain.weights[~plain.by_score])
     torch.testing.assert_close(control.scores, plain.scores, equal_nan=True)
     if name == "rlsd":  # one weight on all tokens of each of these responses
         return
     assert not torch.equal(control.weights, plain.weights)
-    later = run(name, (replace(batch[0], step=batch[0].step + 1), batch[1]), **options, control="shuffled")
+    later = run(
+        name, (replace(batch[0], step=batch[0].step + 1), batch[1]), **options, control="shuffled"
+    )
     assert not torch.equal(control.weights, later.weights)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
     assert not unequal(run(name, part(batch, order), **options, control="shuffled"), control, order)
     elsewhere = replace(batch[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
-    assert torch.equal(run(name, (elsewhere, batch[1]), **options, control="shuffled").weights, control.weights)
+    assert torch.equal(
+        run(name, (elsewhere, batch[1]), **options, control="shuffled").weights, control.weights
+    )
 
 
 def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
@@ -191,7 +238,9 @@ def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
     return runs
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if not issubclass(methods()[name], Method)])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if not issubclass(methods()[name], Method)]
+)
 def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None:
     """Within a response; before the answer, which begins at token 4, where the method reads it."""
     batch = case(12, tokens=16, gap=True)
@@ -202,23 +251,34 @@ def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None
     if plain.method.reads_answer:
         moved[:, SPAN.start :] = False
     assert torch.equal(control.advantages[~moved], plain.advantages[~moved])
-    for values, shuffled, where in zip(plain.advantages.tolist(), control.advantages.tolist(), moved, strict=True):
+    for values, shuffled, where in zip(
+        plain.advantages.tolist(), control.advantages.tolist(), moved, strict=True
+    ):
         steps = runs_of(values, where.nonzero().flatten().tolist())
         assert all(len({shuffled[place] for place in step}) == 1 for step in steps)
-        assert sorted(shuffled[step[0]] for step in steps) == sorted(values[step[0]] for step in steps)
-    later = [run(name, (replace(batch[0], step=step), batch[1]), control="shuffled").advantages for step in range(1, 9)]
+        assert sorted(shuffled[step[0]] for step in steps) == sorted(
+            values[step[0]] for step in steps
+        )
+    later = [
+        run(name, (replace(batch[0], step=step), batch[1]), control="shuffled").advantages
+        for step in range(1, 9)
+    ]
     assert any(not torch.equal(advantages, plain.advantages) for advantages in later)
     assert any(not torch.equal(advantages, control.advantages) for advantages in later)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
     assert not unequal(run(name, part(batch, order), control="shuffled"), control, order)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields]
+)
 def test_the_mass_is_restored(name: str) -> None:
     batch = case(12, gap=True)
     w = run(name, batch, normalize_mass=True, **({"gate": "all"} if name == "grail" else {}))
     restored = w.selected & (w.weights.sum(dim=1) > 0)
-    torch.testing.assert_close(w.weights[restored].double().sum(dim=1), batch[0].mask[restored].double().sum(dim=1))
+    torch.testing.assert_close(
+        w.weights[restored].double().sum(dim=1), batch[0].mask[restored].double().sum(dim=1)
+    )
     assert restored.any()
 
 
@@ -229,7 +289,9 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
     sound = [row for row in range(len(ADVANTAGES)) if row != bad]
     # As if no token of it trained, which leaves it out of whatever a method compares.
     expected = run(name, without(plain, bad))
-    assert bool((expected.weights[sound] != 1).any()) or name == "uniform", "the method must do something"
+    assert bool((expected.weights[sound] != 1).any()) or name == "uniform", (
+        "the method must do something"
+    )
     assert sources(name) or name in READS_NO_NUMBERS
     for source in sources(name):
         for value in NOT_FINITE:
@@ -244,15 +306,22 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
 def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) -> None:
     """In any precision; 1e19 is an infinity in half of it."""
     r, of_pass = case()
-    kinds = itertools.product((0.0, *NOT_FINITE, 1e19), (torch.float32, torch.float16, torch.bfloat16, torch.float64))
+    kinds = itertools.product(
+        (0.0, *NOT_FINITE, 1e19), (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    )
     results = [
-        run(name, (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]], dtype=dtype)), of_pass))
+        run(
+            name,
+            (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]], dtype=dtype)), of_pass),
+        )
         for value, dtype in kinds
     ]
     results = [results[0], *results[4:]]
     expected = results[0]
     for w in results[1:]:
-        assert torch.equal(w.weights, expected.weights) and torch.equal(w.advantages, expected.advantages)
+        assert torch.equal(w.weights, expected.weights) and torch.equal(
+            w.advantages, expected.advantages
+        )
         assert w.metrics == {**expected.metrics, "unjudged_rate": 1 / len(ADVANTAGES)}
         assert name in COMPARES_ROWS or w.weights[0].tolist() == [1.0] * TOKENS
 
@@ -261,9 +330,13 @@ EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all underflowed to 0": torch.zeros_like,
     "equal": lambda values: torch.full_like(values, 0.125),
     "subnormal": lambda values: values * 1e-44,
-    "one that is not 0": lambda values: torch.where(torch.arange(values.shape[1]) == 2, values, 0.0),
+    "one that is not 0": lambda values: torch.where(
+        torch.arange(values.shape[1]) == 2, values, 0.0
+    ),
     "beyond bfloat16's precision": lambda values: (1 + 1e-3 * values).bfloat16().float(),
-    "huge and tiny": lambda values: torch.where(torch.arange(values.shape[1]) % 2 == 0, 3e38, 1e-45).expand_as(values),
+    "huge and tiny": lambda values: torch.where(
+        torch.arange(values.shape[1]) % 2 == 0, 3e38, 1e-45
+    ).expand_as(values),
     "of both signs": lambda values: values - 0.5,
 }
 
@@ -273,7 +346,10 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
     """Every weight is finite, as :func:`weighed` checks; what is finite in float32 is a number and no fault."""
     r, of_pass = case()
     for extreme, change in EXTREMES.items():
-        columns = {OLD_LOG_PROBS: -change(-r.columns[OLD_LOG_PROBS]), ENTROPY: change(r.columns[ENTROPY])}
+        columns = {
+            OLD_LOG_PROBS: -change(-r.columns[OLD_LOG_PROBS]),
+            ENTROPY: change(r.columns[ENTROPY]),
+        }
         w = run(name, (replace(r, columns=columns), change(of_pass)))
         assert w.metrics["non_finite_rate"] == 0 or "huge" in extreme, extreme
         if extreme in ("all underflowed to 0", "equal") and name not in COMPARES_ROWS | HARD:
@@ -282,13 +358,17 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
                 assert row[scored].unique().numel() <= 1, extreme
 
 
-OTHERS = [Rollout("Half?", rf"It is \boxed{{{number}}}", 0.5 - number % 2) for number in range(4, 8)]
+OTHERS = [
+    Rollout("Half?", rf"It is \boxed{{{number}}}", 0.5 - number % 2) for number in range(4, 8)
+]
 
 
 @weighing
 def test_nan_logits_in_one_row(name: str) -> None:
     """Of a prompt with two more responses, so that a method that compares the responses of a prompt has others to compare."""
-    model = tiny_model(layers=2)  # untied, so that one broken embedding touches only the responses that read it
+    model = tiny_model(
+        layers=2
+    )  # untied, so that one broken embedding touches only the responses that read it
     with torch.no_grad():
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
 
@@ -302,7 +382,9 @@ def test_nan_logits_in_one_row(name: str) -> None:
     broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
     weights, figures = weigh(broken)
     assert set(weights[0]) == {READS_NO_NUMBERS.get(name, 1.0)}
-    close(weights[1:], weigh(replace(broken, response="", advantage=0.0))[0][1:])  # without its tokens in the batch
+    close(
+        weights[1:], weigh(replace(broken, response="", advantage=0.0))[0][1:]
+    )  # without its tokens in the batch
     assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)
 
 
@@ -334,7 +416,9 @@ def test_a_registered_class_is_a_method_with_options() -> None:
     cls = register("plain")(type("Named", (Plain,), {}))
     assert methods()["plain"] is cls and build("plain", {"factor": 3.0}).factor == 3.0
     assert build("plain").name == "plain" == cls.section
-    assert weighed(build("plain"), rollouts_of([[1, 2]], [-1.0])).advantages.tolist() == [[-2.0, -2.0]]
+    assert weighed(build("plain"), rollouts_of([[1, 2]], [-1.0])).advantages.tolist() == [
+        [-2.0, -2.0]
+    ]
     with pytest.raises(ValueError, match="Plain is no registered method"):
         _ = Plain().name
 
@@ -353,7 +437,10 @@ def test_what_cannot_be_registered_is_refused() -> None:
     assert register("grail")(Grail) is methods()["grail"] is Grail
     bodies: list[tuple[str, dict[str, Any]]] = [
         *((name, {}) for name in ("token_weights", "token_dump", "my.method", "", "1st")),
-        *(("needy", body) for body in ({"reads": frozenset({"old_log_prob"})}, {"uses": "hiden_states"})),
+        *(
+            ("needy", body)
+            for body in ({"reads": frozenset({"old_log_prob"})}, {"uses": "hiden_states"})
+        ),
     ]
     for name, body in bodies:
         with pytest.raises(ValueError):
@@ -382,9 +469,13 @@ def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) ->
         kinds = schema.get("anyOf", [schema])
         bad: list[Any] = [object(), math.nan, math.inf]
         bad += ["1.0"] * all(kind.get("type") != "string" for kind in kinds)
-        bad += [True] * all(kind.get("type") != "boolean" and "enum" not in kind for kind in kinds)  # True is 1
+        bad += [True] * all(
+            kind.get("type") != "boolean" and "enum" not in kind for kind in kinds
+        )  # True is 1
         for kind in kinds:
-            bad += [kind[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in kind]
+            bad += [
+                kind[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in kind
+            ]
             bad += [kind[key] for key in ("exclusiveMinimum",) if key in kind]
         for value in bad:
             with pytest.raises(ValueError, match=rf"{option}\b"):
@@ -398,12 +489,18 @@ def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
     third = mine.replace("grail')", "mine')")
     broken = "import a_package_that_is_not_there"
     earlier = "signals"  # the group's earlier name is still read
-    for name, text, group in (("broken", broken, "methods"), ("twice", mine, "methods"), ("whole", third, earlier)):
+    for name, text, group in (
+        ("broken", broken, "methods"),
+        ("twice", mine, "methods"),
+        ("whole", third, earlier),
+    ):
         info = tmp_path / f"{name}-1.0.dist-info"  # as an installer leaves it behind
         info.mkdir()
         (tmp_path / f"{name}_method.py").write_text(text)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[grail_advantage.{group}]\n{name} = {name}_method\n")
+        (info / "entry_points.txt").write_text(
+            f"[grail_advantage.{group}]\n{name} = {name}_method\n"
+        )
     code = """
 import sys
 from grail_advantage.method import build, failure_message, methods
@@ -435,7 +532,9 @@ class EntropyDrop(Mapped):
 """
 
 
-def test_a_method_of_ones_own_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_method_of_ones_own_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A shift that reads beyond the response is told; with another value there it is none. Fields need values."""
     file = tmp_path / "mine.py"
     file.write_text(SHIFT.replace("LAST", ""))

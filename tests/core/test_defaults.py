@@ -51,7 +51,8 @@ def numbers(w: Any) -> dict[str, Any]:
     names += ["by_score", "low", "high"] if isinstance(w, Weighed) else []
     tensors = {name: getattr(w, name) for name in names}
     return {
-        name: (value.dtype, value.device, value.nan_to_num(-7.0).tolist()) for name, value in tensors.items()
+        name: (value.dtype, value.device, value.nan_to_num(-7.0).tolist())
+        for name, value in tensors.items()
     } | figures
 
 
@@ -63,7 +64,14 @@ def batches() -> list[tuple[Rollouts, torch.Tensor]]:
     in_half = replace(plain[0], advantages=plain[0].advantages.half())
     nothing = replace(plain[0], advantages=torch.zeros(12))
     whole_numbers = replace(plain[0], advantages=torch.tensor([-2, 1, 0, 3] * 3))
-    return [plain, (turns(), of_turns), (in_half, plain[1]), (nothing, plain[1]), (whole_numbers, plain[1]), case(0, 0)]
+    return [
+        plain,
+        (turns(), of_turns),
+        (in_half, plain[1]),
+        (nothing, plain[1]),
+        (whole_numbers, plain[1]),
+        case(0, 0),
+    ]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -89,11 +97,17 @@ def test_every_method_weighs_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_A_PASS)
 def test_a_pass_scores_the_same(name: str) -> None:
     """Through the door for padded tensors; the model was made before. A model's own forward need not know such a device."""
-    batch = make_batch([ROLLOUTS[kind] for kind in ("box at the end", "right", "several boxes", "no box")])
+    batch = make_batch(
+        [ROLLOUTS[kind] for kind in ("box at the end", "right", "several boxes", "no box")]
+    )
     model = tiny_model(layers=2)
     tokenizer = tiny_tokenizer()
     method = build(name)
-    parts = {"groups": torch.tensor([0, 0, 1, 1]), "examples": [example("?", "4")] * 4, "rewards": torch.ones(4)}
+    parts = {
+        "groups": torch.tensor([0, 0, 1, 1]),
+        "examples": [example("?", "4")] * 4,
+        "rewards": torch.ones(4),
+    }
 
     def run() -> dict[str, Any]:
         return numbers(compute_token_weights(model, tokenizer, *batch.tensors(), method, **parts))
@@ -124,7 +138,9 @@ def test_a_receipt_is_the_same(name: str) -> None:
         with default(name):
             receipt = check(batch.batch, TOKEN_MEAN, pieces)
         assert receipt.findings == expected.findings and receipt.ok == (pieces is not faulty)
-        torch.testing.assert_close(receipt.expected_UBT, expected.expected_UBT, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            receipt.expected_UBT, expected.expected_UBT, rtol=0, atol=0, equal_nan=True
+        )
     watched = Watch()
     log_probs = torch.zeros(2, 3)
     with default(name):

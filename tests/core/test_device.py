@@ -24,7 +24,11 @@ from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.documentation import files, snippets
 
 TURNS = {"tool_rewards": [[0.0], [1.0], [0.5]], "step_rewards": [[0.1], [0.2, 0.3], []]}
-OWN = {name.removesuffix(".py"): text for name, text in files("write_your_own.md").items() if "@register(" in text}
+OWN = {
+    name.removesuffix(".py"): text
+    for name, text in files("write_your_own.md").items()
+    if "@register(" in text
+}
 COMPUTED = [f"{name}, own columns" for name in ("stare", "rlsd")]
 CLOSE = {"oar_g": 1e-3, "oar_p": 1e-4, "turning_points": 0.05}
 """Of the largest value, else 1e-5: differences of readings that are nearly the same have fewer digits."""
@@ -57,7 +61,9 @@ def compare(name: str, **columns: Any) -> float:
         for part in ("weights", "scores", "advantages"):
             value = getattr(result, part)
             expected_value = getattr(expected, part)
-            assert value.device == card.DEVICE and torch.equal(value.cpu().isnan(), expected_value.isnan()), part
+            assert value.device == card.DEVICE and torch.equal(
+                value.cpu().isnan(), expected_value.isnan()
+            ), part
             difference = (value.cpu() - expected_value).nan_to_num().abs().max()
             largest = expected_value.nan_to_num().abs().max()
             differences.append(float(difference) / max(1e-30, float(largest)))

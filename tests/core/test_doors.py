@@ -24,7 +24,15 @@ from grail_advantage.data import Example
 from grail_advantage.method import build
 from grail_advantage.receipt import Loss, check
 from tests.core.receipt_loop import rollout, train
-from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, compute, make_batch, plain_columns, tiny_model
+from tests.core.tiny_models import (
+    ROLLOUTS,
+    Rollout,
+    char_tokenizer,
+    compute,
+    make_batch,
+    plain_columns,
+    tiny_model,
+)
 
 NAN = math.nan
 INF = math.inf
@@ -32,7 +40,9 @@ Mistakes = Mapping[str, Sequence[Any]]
 """By argument; a function makes its value of the valid one, anything else stands in its place."""
 
 
-def at(value: float, *place: int, dtype: torch.dtype | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+def at(
+    value: float, *place: int, dtype: torch.dtype | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """A tensor with one other value."""
     index = tuple(map(torch.tensor, place))
     number = torch.tensor(value)
@@ -72,13 +82,17 @@ class Bare(nn.Module):
         return input_ids.float()
 
 
-OTHER_TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab={"a": 0, "b": 1}, merges=[])))
+OTHER_TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(BPE(vocab={"a": 0, "b": 1}, merges=[]))
+)
 
 
 @cache
 def valid_weights() -> dict[str, Any]:
     """A call that works, with all arguments."""
-    batch = make_batch([ROLLOUTS[name] for name in ("one token before the box", "right", "box at the end")], "left")
+    batch = make_batch(
+        [ROLLOUTS[name] for name in ("one token before the box", "right", "box at the end")], "left"
+    )
     generator = torch.Generator().manual_seed(0)
     batch.advantages[:] = torch.tensor([-1.0, 1.0, -2.0])
     return vars(batch) | {
@@ -102,11 +116,37 @@ def valid_weights() -> dict[str, Any]:
 
 
 OF_WEIGHTS: Mistakes = {
-    "model": [None, "Qwen/Qwen3-0.6B", Bare(), nn.Linear(2, 2), type, lambda _: tiny_model(layers=1).to("meta")],
+    "model": [
+        None,
+        "Qwen/Qwen3-0.6B",
+        Bare(),
+        nn.Linear(2, 2),
+        type,
+        lambda _: tiny_model(layers=1).to("meta"),
+    ],
     "tokenizer": [None, "Qwen/Qwen3-0.6B", 5, type, OTHER_TOKENIZER],
-    "input_ids": [*NO_TENSOR, *SHAPES, *WIDTHS, None, lambda v: v.float(), at(-100, 0, -1), at(97, 2, -1)],
-    "attention_mask": [lambda v: v[:, :-1], lambda v: v * 0, lambda v: 1 - v, at(2, 0), at(0.5, 0, dtype=torch.double)],
-    "response_mask": [lambda v: v.tolist(), lambda v: v * 0 + 1, lambda v: v * 255, at(NAN, 0, dtype=torch.float32)],
+    "input_ids": [
+        *NO_TENSOR,
+        *SHAPES,
+        *WIDTHS,
+        None,
+        lambda v: v.float(),
+        at(-100, 0, -1),
+        at(97, 2, -1),
+    ],
+    "attention_mask": [
+        lambda v: v[:, :-1],
+        lambda v: v * 0,
+        lambda v: 1 - v,
+        at(2, 0),
+        at(0.5, 0, dtype=torch.double),
+    ],
+    "response_mask": [
+        lambda v: v.tolist(),
+        lambda v: v * 0 + 1,
+        lambda v: v * 255,
+        at(NAN, 0, dtype=torch.float32),
+    ],
     "advantages": [*NO_TENSOR, *SHAPES, None, lambda v: v.bool(), lambda v: v.expand(3, 3)],
     "config": [None, "grail", {"gate": "all"}, Grail, lambda config: [config]],
     "temperature": [0, -1.0, NAN, INF, None, "1", [1.0], True, 1 + 0j, torch.tensor([1.0, 2.0])],
@@ -123,11 +163,21 @@ OF_WEIGHTS: Mistakes = {
     "answer": [None, 5, "box", "(", ["boxed"], b"boxed"],
 }
 SAME_WEIGHTS: Mistakes = {
-    "input_ids": [*LAYOUTS, lambda v: v.int(), lambda v: v.to(torch.uint8), lambda v: v.masked_fill(v == 95, -100)],
+    "input_ids": [
+        *LAYOUTS,
+        lambda v: v.int(),
+        lambda v: v.to(torch.uint8),
+        lambda v: v.masked_fill(v == 95, -100),
+    ],
     "response_mask": [lambda v: v.bool(), lambda v: v.float()],
     "advantages": [lambda v: v.double(), lambda v: v.long(), lambda v: v.clone().requires_grad_()],
     "temperature": [np.float64(0.7)],
-    "old_log_probs": [*LAYOUTS, lambda v: v.double(), lambda v: v.clone().requires_grad_(), at(NAN, 0, 0)],
+    "old_log_probs": [
+        *LAYOUTS,
+        lambda v: v.double(),
+        lambda v: v.clone().requires_grad_(),
+        at(NAN, 0, 0),
+    ],
     "groups": [lambda v: v * 5 + 1],
     "masked": [None],
     "step": [np.int64(3)],
@@ -136,7 +186,9 @@ SAME_WEIGHTS: Mistakes = {
 
 def same_weights(result: Any, expected: Any) -> None:
     for name in ("weights", "advantages"):
-        torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(
+            getattr(result, name), getattr(expected, name), rtol=2e-3, atol=2e-3
+        )
 
 
 @cache
@@ -144,18 +196,33 @@ def valid_receipt() -> dict[str, Any]:
     """Likewise, with all columns; the gradients are those of PPO's loss, the first piece is the largest."""
     update = rollout(3, ranks=2, updates=2, epochs=2, weights=True, drift=0.05)
 
-    tokens = [[int(update.batch.mask_BT[torch.cat([rows for _, rows in step])].sum()), 4] for step in update.plan]
-    parts = {"keys": [f"k{row}" for row in range(8)], "left_out_B": torch.zeros(8, dtype=torch.bool)}
+    tokens = [
+        [int(update.batch.mask_BT[torch.cat([rows for _, rows in step])].sum()), 4]
+        for step in update.plan
+    ]
+    parts = {
+        "keys": [f"k{row}" for row in range(8)],
+        "left_out_B": torch.zeros(8, dtype=torch.bool),
+    }
     batch = replace(update.batch, **parts, totals_U2=torch.tensor(tokens))
     pieces = sorted(train(update), key=lambda piece: -len(piece.rows_b))
-    return {"batch": batch, "loss": Loss("ppo", "clip", options={"low": 0.2, "high": 0.2}), "pieces": pieces}
+    return {
+        "batch": batch,
+        "loss": Loss("ppo", "clip", options={"low": 0.2, "high": 0.2}),
+        "pieces": pieces,
+    }
 
 
 OF_RECEIPT: Mistakes = {
     "pieces": [[]],
     "batch.advantages_BT": [*NO_TENSOR, *SHAPES, *WIDTHS, None, at(NAN, 0, 0), at(INF, 0, 0)],
     "batch.mask_BT": [None, at(2, 0, -1, dtype=torch.int64), at(NAN, 0, -1, dtype=torch.float32)],
-    "batch.old_log_probs_BT": [lambda v: v.tolist(), lambda v: v.long(), lambda v: v.exp(), at(-INF, 0, 0)],
+    "batch.old_log_probs_BT": [
+        lambda v: v.tolist(),
+        lambda v: v.long(),
+        lambda v: v.exp(),
+        at(-INF, 0, 0),
+    ],
     "batch.weights_BT": [lambda v: v[:-1], at(-1.0, 0, 0)],
     "batch.ref_log_probs_BT": [lambda v: v.T, lambda v: v.exp()],
     "batch.left_out_B": [lambda v: v[:-1], lambda v: v.long() + 2],
@@ -195,7 +262,12 @@ def valid_rollouts() -> dict[str, Any]:
     parts = {"columns": {"entropy": TWO}, "facts": {"reward": [1.0, 0.0]}, "keys": ["a", "b"]}
     responses = [torch.tensor([1, 2, 3])] * 2
     advantages = torch.tensor([1.0, -1.0])
-    return parts | {"prompts": responses, "responses": responses, "mask": TWO.bool(), "advantages": advantages}
+    return parts | {
+        "prompts": responses,
+        "responses": responses,
+        "mask": TWO.bool(),
+        "advantages": advantages,
+    }
 
 
 TWO = torch.ones(2, 3)
@@ -230,7 +302,9 @@ def with_change(value: Any, place: Sequence[str], change: Any) -> Any:
     return replace(value, **{name: with_change(getattr(value, name), below, change)})
 
 
-@pytest.mark.parametrize(("door", "place"), [(door, place) for door in DOORS for place in DOORS[door][2]])
+@pytest.mark.parametrize(
+    ("door", "place"), [(door, place) for door in DOORS for place in DOORS[door][2]]
+)
 def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: str) -> None:
     call, valid, mistakes = DOORS[door]
     for mistake in mistakes[place]:
@@ -239,7 +313,9 @@ def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: s
 
 
 @pytest.mark.parametrize(("door", "changes", "same"), SAME)
-def test_other_layouts_and_dtypes_change_nothing(door: str, changes: Mistakes, same: Callable[..., None]) -> None:
+def test_other_layouts_and_dtypes_change_nothing(
+    door: str, changes: Mistakes, same: Callable[..., None]
+) -> None:
     call, valid, _ = DOORS[door]
     expected = call(**valid())
     for place, of_place in changes.items():
@@ -278,7 +354,11 @@ def test_what_a_method_reads_is_asked_for(name: str) -> None:
             compute_token_weights(**arguments | {missing: None})
 
 
-PASSES = [Grail(gate="all"), Oar("perturbation"), build("surprisal", {"gate": "all", "statistics": "response"})]
+PASSES = [
+    Grail(gate="all"),
+    Oar("perturbation"),
+    build("surprisal", {"gate": "all", "statistics": "response"}),
+]
 """With gradients, of made-up sequences, of the policy's log-probabilities."""
 RIGHT = make_batch([ROLLOUTS["right"]])
 TASK = {"task_type": "CAUSAL_LM"}
@@ -305,7 +385,11 @@ def with_logits(kind: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn
     def forward(input_ids: torch.Tensor, **_: Any) -> Any:
         if "prepended" in kind:
             vectors = model.get_input_embeddings()(input_ids)
-            output = inner(inputs_embeds=torch.cat([vectors_put_in_front.expand(len(vectors), -1, -1), vectors], dim=1))
+            output = inner(
+                inputs_embeds=torch.cat(
+                    [vectors_put_in_front.expand(len(vectors), -1, -1), vectors], dim=1
+                )
+            )
         else:
             output = inner(input_ids=input_ids[:, kind.startswith("first token") :])
         output.logits = change(output.logits)
@@ -318,7 +402,9 @@ def with_logits(kind: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn
 @pytest.mark.parametrize("kind", [*LOGITS, "virtual tokens", "no logits"])
 def test_a_model_with_other_positions_is_refused(kind: str) -> None:
     if kind == "virtual tokens":
-        model = get_peft_model(tiny_model(layers=1), PromptTuningConfig(**TASK, num_virtual_tokens=5))
+        model = get_peft_model(
+            tiny_model(layers=1), PromptTuningConfig(**TASK, num_virtual_tokens=5)
+        )
     else:
         model = with_logits(kind, LOGITS[kind]) if kind in LOGITS else tiny_model(layers=1).model
     for method in PASSES:
@@ -333,7 +419,9 @@ def surprisal(model: nn.Module, temperature: float = 1.0) -> list[float]:
     log_probs, entropies = plain_columns(model, prompt, response, temperature)
     expected = [-value for value in log_probs]
     for method, values in ((PASSES[2], expected), (build("entropy"), entropies)):
-        scores = RIGHT.of_responses(compute(model, RIGHT, method, temperature=temperature).scores)[0]
+        scores = RIGHT.of_responses(compute(model, RIGHT, method, temperature=temperature).scores)[
+            0
+        ]
         assert scores == pytest.approx(values, rel=1e-4, abs=1e-4)
     return expected
 
@@ -344,6 +432,10 @@ def test_log_probs_of_a_changed_model_are_its_own() -> None:
     assert surprisal(tiny_model(layers=1), 0.7) != pytest.approx(plain, rel=1e-3, abs=1e-3)
     for config in ADAPTERS:
         torch.manual_seed(0)
-        assert surprisal(get_peft_model(tiny_model(layers=1), config)) != pytest.approx(plain, rel=1e-3, abs=1e-3)
+        assert surprisal(get_peft_model(tiny_model(layers=1), config)) != pytest.approx(
+            plain, rel=1e-3, abs=1e-3
+        )
     assert surprisal(with_logits("plain", lambda logits: logits)) == pytest.approx(plain)
-    assert surprisal(with_logits("halved", lambda logits: logits / 2)) != pytest.approx(plain, rel=1e-3, abs=1e-3)
+    assert surprisal(with_logits("halved", lambda logits: logits / 2)) != pytest.approx(
+        plain, rel=1e-3, abs=1e-3
+    )

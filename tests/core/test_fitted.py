@@ -18,7 +18,11 @@ from tests.core.tiny_models import encode
 
 FIT = json.loads(Path(FITTED["file"]).read_text())
 TEXTS = ["1+1=2 2+2=5 so \\boxed{5} ok", "3=3 4=4 5=5", "\\boxed{1}"]
-STEPS = [["1+1=", "2 ", "2+2=", "5 ", "so ", "\\boxed{5} ok"], ["3=", "3 ", "4=", "4 ", "5=", "5"], ["\\boxed{1}"]]
+STEPS = [
+    ["1+1=", "2 ", "2+2=", "5 ", "so ", "\\boxed{5} ok"],
+    ["3=", "3 ", "4=", "4 ", "5=", "5"],
+    ["\\boxed{1}"],
+]
 ADVANTAGES = [-0.75, 0.5, -0.25]
 
 
@@ -34,7 +38,11 @@ def plain_credit(
         sum_before = sum(peaks[:step])
         is_answer = answered and step == len(peaks) - 1
         values = [1.0, math.log1p(peak), math.log1p(sum(surprisals[step])), max(entropies[step])]
-        values += [not is_answer and peak == max(peaks[:last]), math.log1p(earlier_peak), math.log1p(sum_before)]
+        values += [
+            not is_answer and peak == max(peaks[:last]),
+            math.log1p(earlier_peak),
+            math.log1p(sum_before),
+        ]
         values += [
             step / max(1, len(peaks) - 1),
             is_answer,
@@ -42,7 +50,9 @@ def plain_credit(
             math.exp(-sum_before),
         ]
         coefficients = FIT["correct"] if advantage > 0 else FIT["incorrect"]
-        credit.append(abs(advantage) * sum(a * b for a, b in zip(values, coefficients, strict=True)))
+        credit.append(
+            abs(advantage) * sum(a * b for a, b in zip(values, coefficients, strict=True))
+        )
     return credit
 
 
@@ -66,7 +76,9 @@ def test_credit_by_plain_loops() -> None:
         credit = plain_credit(surprisals, entropies, advantage, spans[row] is not None)
         expected.append(np.repeat(credit, list(map(len, steps))))
     square = sum(float(of_row @ of_row) for of_row in expected)
-    uniform = sum(advantage**2 * len(text) for advantage, text in zip(ADVANTAGES, TEXTS, strict=True))
+    uniform = sum(
+        advantage**2 * len(text) for advantage, text in zip(ADVANTAGES, TEXTS, strict=True)
+    )
     for row, of_row in enumerate(expected):
         got = w.advantages[row, : len(of_row)].numpy()
         np.testing.assert_allclose(got, of_row * math.sqrt(uniform / square), rtol=1e-4, atol=1e-6)
@@ -80,7 +92,10 @@ def test_credit_by_plain_loops() -> None:
 
 def test_steps_unlike_those_of_the_fit_are_counted() -> None:
     longest = len(TEXTS[1])
-    ordinary = {OLD_LOG_PROBS: -torch.full((1, longest), 0.1), ENTROPY: torch.full((1, longest), 0.1)}
+    ordinary = {
+        OLD_LOG_PROBS: -torch.full((1, longest), 0.1),
+        ENTROPY: torch.full((1, longest), 0.1),
+    }
     surprising = {**ordinary, OLD_LOG_PROBS: ordinary[OLD_LOG_PROBS].clone()}
     surprising[OLD_LOG_PROBS][0, -1] = -50.0
     rates = []
@@ -92,7 +107,10 @@ def test_steps_unlike_those_of_the_fit_are_counted() -> None:
 
 def test_a_file_that_is_none_of_the_fit_is_refused(tmp_path: Path) -> None:
     r = rollouts_of(
-        [encode("1=1")], [0.5], spans=[None], columns={OLD_LOG_PROBS: -torch.ones(1, 3), ENTROPY: torch.ones(1, 3)}
+        [encode("1=1")],
+        [0.5],
+        spans=[None],
+        columns={OLD_LOG_PROBS: -torch.ones(1, 3), ENTROPY: torch.ones(1, 3)},
     )
     with pytest.raises(ValueError, match="bench fit"):
         weighed(build("fitted"), r)

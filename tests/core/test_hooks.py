@@ -26,14 +26,18 @@ def hooks_of(model: nn.Module) -> dict[tuple[str, str], list[Any]]:
     tables = [name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))]
     assert len(tables) >= 8
     hooks_by_place = {
-        (name, table): list(vars(part).get(table, ())) for name, part in model.named_modules() for table in tables
+        (name, table): list(vars(part).get(table, ()))
+        for name, part in model.named_modules()
+        for table in tables
     }
     return {place: hooks_there for place, hooks_there in hooks_by_place.items() if hooks_there}
 
 
 def test_logits_of_half_precision_are_divided_in_float32() -> None:
     # 0.30078125 is a bfloat16; divided by 0.7 in bfloat16 it would be off by up to 2^-9 relative.
-    narrow = hooks.log_probs(torch.tensor([[0.30078125, 0.0]], dtype=torch.bfloat16), torch.tensor([1]), 0.7)
+    narrow = hooks.log_probs(
+        torch.tensor([[0.30078125, 0.0]], dtype=torch.bfloat16), torch.tensor([1]), 0.7
+    )
     assert narrow.dtype == torch.float32
     assert float(narrow) == pytest.approx(-math.log(1 + math.exp(0.30078125 / 0.7)), rel=1e-6)
 
@@ -50,7 +54,9 @@ def test_log_probs_and_entropies_by_hand(together: int, monkeypatch: pytest.Monk
     assert log_probs[:2].tolist() == pytest.approx([math.log(0.75), -math.log(3)], rel=1e-6)
     assert entropies[:2].tolist() == pytest.approx([quarters, math.log(3)], rel=1e-6)
     assert log_probs[2].isnan() and entropies[2].isnan()
-    assert hooks.log_probs(logits[:1], tokens[:1], 0.5).tolist() == pytest.approx([math.log(0.9)], rel=1e-6)
+    assert hooks.log_probs(logits[:1], tokens[:1], 0.5).tolist() == pytest.approx(
+        [math.log(0.9)], rel=1e-6
+    )
 
 
 def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
@@ -58,14 +64,20 @@ def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
     with hooks.capture_leaf(module) as leaves:
         hidden, rest = module(torch.tensor([[3.0]]))
         module(torch.tensor([[4.0]]))
-    assert len(rest) == len(leaves) == 2 and torch.equal(hidden, leaves[0]) and not torch.equal(*leaves)
+    assert (
+        len(rest) == len(leaves) == 2
+        and torch.equal(hidden, leaves[0])
+        and not torch.equal(*leaves)
+    )
     (hidden * 5).sum().backward()
     assert leaves[0].grad.item() == 5.0 and not hooks_of(module)
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("method", [Grail(preset="robust", gate="all"), Oar()])
-def test_a_pass_keeps_nothing_for_gradients_of_parameters(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_keeps_nothing_for_gradients_of_parameters(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its scores are those of a pass that could give them, bit for bit; afterwards the same parameters train as before."""
     model = tiny_model()
     batch = make_batch(ROLLOUTS.values())
@@ -87,7 +99,10 @@ def test_a_pass_keeps_nothing_for_gradients_of_parameters(method: Method, monkey
     assert [parameter.requires_grad for parameter in model.parameters()] == trains
     monkeypatch.setattr(hooks, "frozen_parameters", lambda model: contextlib.nullcontext())
     expected, kept_for_parameters = run()
-    assert torch.equal(scores.nan_to_num(-1), expected.nan_to_num(-1)) and saved < 0.9 * kept_for_parameters
+    assert (
+        torch.equal(scores.nan_to_num(-1), expected.nan_to_num(-1))
+        and saved < 0.9 * kept_for_parameters
+    )
 
 
 class DropsOutByItself(GradientCheckpointingLayer):
@@ -125,10 +140,15 @@ def test_a_forward_that_goes_past_a_hook_is_said() -> None:
         assert not hooks_of(unused)
 
 
-METHODS: dict[str, Method] = {"embeddings": Grail("official"), "last block": Grail("robust", leaf="last")}
+METHODS: dict[str, Method] = {
+    "embeddings": Grail("official"),
+    "last block": Grail("robust", leaf="last"),
+}
 METHODS["noise"] = Oar("gradient")
 METHODS["replacements"] = Oar("perturbation")
-BATCH = make_batch([ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")])
+BATCH = make_batch(
+    [ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")]
+)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -137,7 +157,9 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {
         "training": {name: module.training for name, module in model.named_modules()},
         "hooks": hooks_of(model),
-        "parameters": [(p._backward_hooks, p.requires_grad, id(p.grad), p.tolist()) for p in parameters],
+        "parameters": [
+            (p._backward_hooks, p.requires_grad, id(p.grad), p.tolist()) for p in parameters
+        ],
         "gradients": [None if p.grad is None else p.grad.tolist() for p in parameters],
         "config": model.config.to_dict(),
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -171,7 +193,9 @@ BREAKS: dict[str, Callable[[Any], Any]] = {
 }
 STARTS = ("eval", "train", "mixed", "checkpointing")
 CONTEXTS = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
-CASES = [(what, STARTS[i % 4], CONTEXTS[i % 3]) for i, what in enumerate([*BREAKS, "nothing", "nothing"])]
+CASES = [
+    (what, STARTS[i % 4], CONTEXTS[i % 3]) for i, what in enumerate([*BREAKS, "nothing", "nothing"])
+]
 CASES.append(("nothing", "train", torch.no_grad))
 
 

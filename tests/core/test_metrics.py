@@ -24,8 +24,14 @@ def weighed_of(r: Rollouts, weights: torch.Tensor, **parts: torch.Tensor) -> Wei
     none_of = {name: torch.zeros(len(r), dtype=torch.bool) for name in ("selected", "failed")}
     none = {name: torch.zeros_like(r.mask) for name in ("by_score", "low", "high")}
     seen = r.for_method(build("uniform"))
-    numbers = {"weights": weights, "scores": weights, "advantages": weights * seen.advantages[:, None]}
-    return Weighed(method=build("uniform"), rollouts=seen, **{**none_of, **none, **numbers, **parts})
+    numbers = {
+        "weights": weights,
+        "scores": weights,
+        "advantages": weights * seen.advantages[:, None],
+    }
+    return Weighed(
+        method=build("uniform"), rollouts=seen, **{**none_of, **none, **numbers, **parts}
+    )
 
 
 def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
@@ -41,7 +47,9 @@ def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
     tokens = [x for row in rows for x in row]
     mean = sum(tokens) / len(tokens)
     ratios = [sum(row) ** 2 / (len(row) * sum(x * x for x in row)) for row in rows if any(row)]
-    masses = sorted((x * size for row, size in zip(rows, sizes, strict=True) if size for x in row), reverse=True)
+    masses = sorted(
+        (x * size for row, size in zip(rows, sizes, strict=True) if size for x in row), reverse=True
+    )
     changes = dict.fromkeys(metrics.CHANGE, Fraction(0))
     for row, answered in enumerate(w.rollouts.answered.tolist()):
         base = Fraction(w.rollouts.advantages[row].item())
@@ -57,14 +65,22 @@ def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
         "non_finite_rate": w.failed.tolist(),
     }
     return {
-        **{name: sum(values[row] for row in counted) / len(counted) for name, values in rates.items()},
+        **{
+            name: sum(values[row] for row in counted) / len(counted)
+            for name, values in rates.items()
+        },
         **{name: float(change / sum(changes.values())) for name, change in changes.items()},
-        **{f"clipped_{name}_rate": int(values.sum()) / int(w.by_score.sum()) for name, values in flags.items()},
+        **{
+            f"clipped_{name}_rate": int(values.sum()) / int(w.by_score.sum())
+            for name, values in flags.items()
+        },
         "average_weight": float(mean),
         "weight_deviation": math.sqrt(sum((x - mean) ** 2 for x in tokens) / len(tokens)),
         "effective_sample_ratio": float(sum(ratios) / len(ratios)),
         "top_share": float(sum(masses[: max(1, round(len(masses) / 10))]) / sum(masses)),
-        "advantage_scale": float(sum(masses) / sum(len(row) * size for row, size in zip(rows, sizes, strict=True))),
+        "advantage_scale": float(
+            sum(masses) / sum(len(row) * size for row, size in zip(rows, sizes, strict=True))
+        ),
         "gradient_norm_p10": finite[math.ceil(0.1 * len(finite)) - 1],
         "gradient_norm_p90": finite[math.ceil(0.9 * len(finite)) - 1],
     }
@@ -94,10 +110,15 @@ def test_figures_token_by_token(level: float) -> None:
     copy = norms.clone()
     by_score = mask & drawn(23, 47)
     r = rollouts_of(
-        [[0] * 47] * 23, advantages, mask.tolist(), [SPAN if has_answer else None for has_answer in drawn(23)]
+        [[0] * 47] * 23,
+        advantages,
+        mask.tolist(),
+        [SPAN if has_answer else None for has_answer in drawn(23)],
     )
     flags = {name: by_score & drawn(23, 47) for name in ("low", "high")}
-    w = weighed_of(r, weights * mask, by_score=by_score, selected=drawn(23), failed=drawn(23), **flags)
+    w = weighed_of(
+        r, weights * mask, by_score=by_score, selected=drawn(23), failed=drawn(23), **flags
+    )
     got = figures(w, norms)
     expected = plainly(w, norms.tolist())
     assert 0 < expected["weight_one_rate"] < 1
@@ -144,6 +165,8 @@ def test_an_updates_effect_by_hand() -> None:
 
 def test_rank_correlation() -> None:
     """By hand with ties: ranks 1.5, 1.5, 3 and 1, 2, 3."""
-    assert rank_correlation(np.array([4.0, 4.0, 9.0]), np.array([-1.0, 0.0, 7.0])) == pytest.approx(0.75**0.5)
+    assert rank_correlation(np.array([4.0, 4.0, 9.0]), np.array([-1.0, 0.0, 7.0])) == pytest.approx(
+        0.75**0.5
+    )
     assert math.isnan(rank_correlation(np.array([1.0, 1.0]), np.array([1.0, 2.0])))
     assert math.isnan(rank_correlation(np.array([]), np.array([])))

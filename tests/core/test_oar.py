@@ -24,14 +24,39 @@ from grail_advantage import Oar, TokenWeights
 from tests.core.common import few, watch_inputs
 from tests.core.plain_weights import MAPS, to_mass
 from tests.core.reference import Span, boxed_spans
-from tests.core.tiny_models import PAD_ID, ROLLOUTS, Rollout, char_tokenizer, compute, encode, make_batch, tiny_model
+from tests.core.tiny_models import (
+    PAD_ID,
+    ROLLOUTS,
+    Rollout,
+    char_tokenizer,
+    compute,
+    encode,
+    make_batch,
+    tiny_model,
+)
 
 DEFAULTS = {
-    **{"variant": "official", "probe": "answer_mean", "noise_std": 1e-3, "noise_seed": 0, "max_perturbations": None},
-    **{"reshaper": "bilevel", "quantile": 0.4, "boost": 2.0, "weight_mean": 1.0, "weight_std": 0.5, "weight_min": 0.5},
+    **{
+        "variant": "official",
+        "probe": "answer_mean",
+        "noise_std": 1e-3,
+        "noise_seed": 0,
+        "max_perturbations": None,
+    },
+    **{
+        "reshaper": "bilevel",
+        "quantile": 0.4,
+        "boost": 2.0,
+        "weight_mean": 1.0,
+        "weight_std": 0.5,
+        "weight_min": 0.5,
+    },
     **{"weight_max": 5.0, "normalize_mass": True},
 }
-OF_MAP = {"bilevel": ("quantile", "boost"), "log_zscore": ("weight_mean", "weight_std", "weight_min", "weight_max")}
+OF_MAP = {
+    "bilevel": ("quantile", "boost"),
+    "log_zscore": ("weight_mean", "weight_std", "weight_min", "weight_max"),
+}
 
 
 class PlainOar:
@@ -44,7 +69,9 @@ class PlainOar:
     def embed(self, ids: list[int]) -> torch.Tensor:
         return self.model.get_input_embeddings()(torch.tensor(ids)).detach()
 
-    def probe(self, embeds: torch.Tensor, ids: list[int], start: int, span: Span, probe: str) -> torch.Tensor:
+    def probe(
+        self, embeds: torch.Tensor, ids: list[int], start: int, span: Span, probe: str
+    ) -> torch.Tensor:
         """(V,) probabilities, or the scalar log-likelihood a token; with a gradient to `embeds` (S, D)."""
         logits = self.model(inputs_embeds=embeds.unsqueeze(0), use_cache=False).logits[0]
         answer = [start + t for t in range(span[0], span[3])]
@@ -74,16 +101,24 @@ class PlainOar:
         shaken.requires_grad_()
         with torch.no_grad():
             unshaken = self.probe(clean, ids, start, span, options["probe"])
-        loss = self.apart(unshaken, self.probe(shaken, ids, start, span, options["probe"]), options["probe"])
+        loss = self.apart(
+            unshaken, self.probe(shaken, ids, start, span, options["probe"]), options["probe"]
+        )
         (gradient,) = torch.autograd.grad(loss, shaken)
         scores = [math.nan] * (len(ids) - start)
         for t, position in enumerate(noisy):
-            pairs = zip(gradient[position].tolist(), (shaken if port else clean)[position].tolist(), strict=True)
+            pairs = zip(
+                gradient[position].tolist(),
+                (shaken if port else clean)[position].tolist(),
+                strict=True,
+            )
             scores[t] = abs(math.fsum(g * e for g, e in pairs))
         return scores
 
     @torch.no_grad()
-    def perturbation_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
+    def perturbation_scores(
+        self, ids: list[int], start: int, span: Span, options: dict
+    ) -> list[float]:
         clean = self.probe(self.embed(ids), ids, start, span, options["probe"])
         reasoning = span[0]
         limit = options["max_perturbations"]
@@ -105,7 +140,9 @@ class PlainOar:
         return scores
 
 
-def row_weights(method: str, scores: list[float], span: Span | None, advantage: float, options: dict) -> list[float]:
+def row_weights(
+    method: str, scores: list[float], span: Span | None, advantage: float, options: dict
+) -> list[float]:
     """Weights of one response from its tokens' scores."""
     weights = [1.0] * len(scores)
     port = options["variant"] == "grail_port"
@@ -136,7 +173,12 @@ def subject(family: str = "qwen3", windowed: bool = False) -> tuple[Any, PlainOa
 
 
 def assert_matches(
-    model: nn.Module, plain: PlainOar, rollouts: list[Rollout], method: str, padding: str = "both", **options: Any
+    model: nn.Module,
+    plain: PlainOar,
+    rollouts: list[Rollout],
+    method: str,
+    padding: str = "both",
+    **options: Any,
 ) -> TokenWeights:
     """Weights, and in the responses that need them scores, are those of the plain computation.
 
@@ -165,28 +207,49 @@ def assert_matches(
             assert all(map(math.isnan, scores))
         else:
             largest = max(abs(score) for score in expected_scores if not math.isnan(score))
-            assert scores == pytest.approx(expected_scores, rel=tolerance, abs=tolerance * largest, nan_ok=True)
+            assert scores == pytest.approx(
+                expected_scores, rel=tolerance, abs=tolerance * largest, nan_ok=True
+            )
     assert (got.weights[batch.response_mask == 0] == 0).all()
     return got
 
 
 OPTIONS = {
-    **{"variant": VARIANTS, "probe": ("answer_mean", "last", "answer_joint"), "normalize_mass": (True, False)},
+    **{
+        "variant": VARIANTS,
+        "probe": ("answer_mean", "last", "answer_joint"),
+        "normalize_mass": (True, False),
+    },
     **{"noise_std": (1e-3, 0.02), "noise_seed": (0, 7), "max_perturbations": (None, 1, 2, 5, 100)},
 }
 OF_MAPS = [
     {},
     {"quantile": 0.25, "boost": 1.0},
-    {"reshaper": "log_zscore", "weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.25, "weight_max": 2.0},
+    {
+        "reshaper": "log_zscore",
+        "weight_mean": 1.25,
+        "weight_std": 0.75,
+        "weight_min": 0.25,
+        "weight_max": 2.0,
+    },
 ]
-SAMPLED = st.sampled_from(["qwen3", "llama"]), st.sampled_from(["both", "left", "right"]), st.sampled_from(OF_MAPS)
-FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("right, several boxes", "box at the start", "no box", "empty box")]
+SAMPLED = (
+    st.sampled_from(["qwen3", "llama"]),
+    st.sampled_from(["both", "left", "right"]),
+    st.sampled_from(OF_MAPS),
+)
+FEW_ROLLOUTS = [
+    ROLLOUTS[name] for name in ("right, several boxes", "box at the start", "no box", "empty box")
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
 @few(20)
 @given(
-    st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()}), *SAMPLED
+    st.fixed_dictionaries(
+        {}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()}
+    ),
+    *SAMPLED,
 )
 def test_any_options(method: str, options: dict, family: str, padding: str, of_map: dict) -> None:
     """Responses of either sign get weights; the keys and values that fell out of an attention window are not shared."""
@@ -209,7 +272,9 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
 def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: str) -> None:
     model = tiny_model(layers=1)
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in ROLLOUTS.values()]
-    batch = make_batch([*zeros, ROLLOUTS["box at the start"], ROLLOUTS["no box"], ROLLOUTS["truncated box"]])
+    batch = make_batch(
+        [*zeros, ROLLOUTS["box at the start"], ROLLOUTS["no box"], ROLLOUTS["truncated box"]]
+    )
     with watch_inputs(model.get_input_embeddings()) as shapes:
         got = compute(model, batch, Oar(method))
     assert shapes == [] and torch.equal(got.weights, batch.response_mask.float())

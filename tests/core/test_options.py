@@ -22,7 +22,9 @@ from tests.core.common import FITTED, METHODS, rollouts_of
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import encode, tiny_model
 
-OWN_MAPS = [name for name, entry in MAPS.items() if entry.function.__module__.startswith("grail_advantage.")]
+OWN_MAPS = [
+    name for name, entry in MAPS.items() if entry.function.__module__.startswith("grail_advantage.")
+]
 Options = dict[str, Any]
 
 SAID = [  # prompt, advantage, and a text of which a tool wrote what is in brackets, with its rewards
@@ -43,7 +45,9 @@ def batch() -> Rollouts:
     """All that any method reads."""
     trained = []
     for _, _, text, _ in SAID:
-        inside = list(itertools.accumulate(text, lambda depth, c: depth + (c == "[") - (c == "]"), initial=0))
+        inside = list(
+            itertools.accumulate(text, lambda depth, c: depth + (c == "[") - (c == "]"), initial=0)
+        )
         trained.append([not depth and c != "]" for depth, c in zip(inside[1:], text, strict=True)])
     r = rollouts_of(
         [encode(text) for _, _, text, _ in SAID],
@@ -57,13 +61,17 @@ def batch() -> Rollouts:
             "tool_rewards": [rewards for *_, rewards in SAID],
             "a_turn": [[*rewards, 0.75] for *_, rewards in SAID],
         },
-        examples=[replace(example(f"How many? {prompt}", "4"), columns=COLUMNS) for prompt, *_ in SAID],
+        examples=[
+            replace(example(f"How many? {prompt}", "4"), columns=COLUMNS) for prompt, *_ in SAID
+        ],
         truncated=torch.arange(len(SAID)) == CUT_OFF,
         step=1,
     )
     draw = torch.Generator().manual_seed(0)
     low, high = torch.rand((2, *r.mask.shape), generator=draw).unbind()
-    return replace(r, columns={OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high, REF_LOG_PROBS: -2 * high})
+    return replace(
+        r, columns={OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high, REF_LOG_PROBS: -2 * high}
+    )
 
 
 COLUMNS = {"reward_model": {"style": "rule", "ground_truth": "4"}, "solution": "2 and 2 are 4"}
@@ -97,7 +105,13 @@ CONTEXTS: dict[str, list[Options]] = {
     "weight_max": [{"reshaper": "log_zscore", "weight_std": 5.0}],
     "reshaper_options": [{}, {"reshaper": "power"}],
     "reshaper": [{"gate": "all"}],
-    "gate": [{}, {"threshold": 20.0}, {"right": 0.5, "wrong": 0.25}, {"wrong": 0.25}, {"elsewhere": 1}],
+    "gate": [
+        {},
+        {"threshold": 20.0},
+        {"right": 0.5, "wrong": 0.25},
+        {"wrong": 0.25},
+        {"elsewhere": 1},
+    ],
     "statistics": [{}, {"wrong": 0.5}],
     "spread_over": [{"spread": True}],
     "variant": [{}, {"threshold": 20.0}],
@@ -117,7 +131,13 @@ CONTEXTS: dict[str, list[Options]] = {
 """Other options with which one does something, by its name: the first that fits counts."""
 TEXTS: dict[str, list[Any]] = {
     "reshaper": OWN_MAPS,
-    "reshaper_options": [{"beta": 0.5}, {"exponent": 3.0}, {"k": 3}, {"weight_std": 0.25}, {"quantile": 0.7}],
+    "reshaper_options": [
+        {"beta": 0.5},
+        {"exponent": 3.0},
+        {"k": 3},
+        {"weight_std": 0.25},
+        {"quantile": 0.7},
+    ],
     "expression": ["[0-9]", "s(?P<content>o)"],
     "separator": [",", " "],
     "rewards": ["a_turn", ""],
@@ -170,7 +190,9 @@ def options_of(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def built(name: str, options: Options) -> BaseMethod | None:
-    shared = {option: value for option, value in options.items() if option in methods()[name].model_fields}
+    shared = {
+        option: value for option, value in options.items() if option in methods()[name].model_fields
+    }
     shared = FITTED | shared if name == "fitted" else shared
     try:
         return build(name, shared)
@@ -212,7 +234,11 @@ def odd_batches() -> Iterator[Rollouts]:
     yield replace(r, advantages=torch.zeros_like(r.advantages))
     yield part(r, [1])
     yield part(
-        replace(r, responses=[row[:0] for row in r.responses], **columns_like([row[:0] for row in r.responses])),
+        replace(
+            r,
+            responses=[row[:0] for row in r.responses],
+            **columns_like([row[:0] for row in r.responses]),
+        ),
         range(4),
     )
     only_answers = torch.zeros_like(r.mask)
@@ -253,7 +279,11 @@ def test_no_value_ends_an_odd_batch(name: str) -> None:
                     except ValueError as error:  # a list of rewards that fits no turns
                         assert "rewards=" in str(error), (number, option, value)
                         continue
-                    assert w.weights.isfinite().all() and w.advantages.isfinite().all(), (number, option, value)
+                    assert w.weights.isfinite().all() and w.advantages.isfinite().all(), (
+                        number,
+                        option,
+                        value,
+                    )
 
 
 def test_an_option_of_the_other_method_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,10 +308,15 @@ def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str)
 def test_numbers_of_numpy_are_numbers() -> None:
     """As a search of settings gives them."""
     assert build("stare", {"share": np.float32(0.25)}).share == 0.25
-    method = build("shear", {"window": np.int64(8), "stride": np.int32(4), "mask_truncated": np.bool_(False)})
+    method = build(
+        "shear", {"window": np.int64(8), "stride": np.int32(4), "mask_truncated": np.bool_(False)}
+    )
     assert method == build("shear", {"window": 8, "stride": 4, "mask_truncated": False})
     assert type(method.window) is int
-    top = build("entropy", {"reshaper": "top", "reshaper_options": {"k": np.int64(2)}, "gate": np.str_("all")})
+    top = build(
+        "entropy",
+        {"reshaper": "top", "reshaper_options": {"k": np.int64(2)}, "gate": np.str_("all")},
+    )
     assert top.gate == "all"
     with pytest.raises(ValueError, match="window"):
         build("shear", {"window": np.float64(8.5)})

@@ -15,7 +15,16 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from grail_advantage.model.probe import HALF_LIMIT, LIMIT, MOST_ROWS, Finding, difference, limit_of, probe, probe_rows
+from grail_advantage.model.probe import (
+    HALF_LIMIT,
+    LIMIT,
+    MOST_ROWS,
+    Finding,
+    difference,
+    limit_of,
+    probe,
+    probe_rows,
+)
 from tests.core.tiny_models import FAMILIES, Family
 
 PAD = 99
@@ -26,7 +35,9 @@ SAME = 1e-3
 Logits = Callable[[PreTrainedModel, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
-def by_right_padding(model: PreTrainedModel, rows: Sequence[torch.Tensor], *, masked: bool) -> list[torch.Tensor]:
+def by_right_padding(
+    model: PreTrainedModel, rows: Sequence[torch.Tensor], *, masked: bool
+) -> list[torch.Tensor]:
     """As passes lay rows out, or with a mask and positions as verl's engine does."""
     ids_BS = pad_sequence(list(rows), batch_first=True)
     valid_BS = torch.arange(ids_BS.shape[1]) < torch.tensor([[len(row)] for row in rows])
@@ -53,7 +64,9 @@ def in_trl(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.T
 def packed(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As verl's engine does without padding."""
     places_1N = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    logits = model(input_ids=torch.cat(list(rows))[None], position_ids=places_1N, use_cache=False).logits[0]
+    logits = model(
+        input_ids=torch.cat(list(rows))[None], position_ids=places_1N, use_cache=False
+    ).logits[0]
     return list(logits.split([len(row) for row in rows]))
 
 
@@ -90,7 +103,9 @@ def truth(model: PreTrainedModel, layout: str) -> float:
         torch.manual_seed(17 * len(rows))  # as many micro-batches more or fewer came before
         model.zero_grad()
         log_probs(lay(model, rows)[row], rows[row]).sum().backward()
-        return torch.cat([values.grad.flatten() for values in model.parameters() if values.grad is not None])
+        return torch.cat(
+            [values.grad.flatten() for values in model.parameters() if values.grad is not None]
+        )
 
     differences = []
     for place, row in ((1, short_S), (0, long_S)):
@@ -100,7 +115,9 @@ def truth(model: PreTrainedModel, layout: str) -> float:
     return max(differences)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"bloom", "gemma2", "lfm2", "llama, dynamic"}))
+@pytest.mark.parametrize(
+    "name", sorted(FAMILIES.keys() - {"bloom", "gemma2", "lfm2", "llama, dynamic"})
+)
 def test_the_answer_is_the_truth(name: str) -> None:
     for layout in WAYS:
         answer = finding(FAMILIES[name].build(), layout)
@@ -125,10 +142,16 @@ def batch_statistics(model: PreTrainedModel) -> None:
 
 LORA = {"target_modules": ["q_proj"]}
 ADDED: dict[str, tuple[Change, bool]] = {
-    "NEFTune": (hook("model.embed_tokens", lambda x: x + torch.empty_like(x).uniform_(-0.1, 0.1)), False),
+    "NEFTune": (
+        hook("model.embed_tokens", lambda x: x + torch.empty_like(x).uniform_(-0.1, 0.1)),
+        False,
+    ),
     "statistics of a batch": (batch_statistics, False),
     # Which changes nothing as long as the adapter is zero, as it begins.
-    "LoRA with dropout": (lambda model: get_peft_model(model, LoraConfig(lora_dropout=0.1, **LORA)), False),
+    "LoRA with dropout": (
+        lambda model: get_peft_model(model, LoraConfig(lora_dropout=0.1, **LORA)),
+        False,
+    ),
     "LoRA": (lambda model: get_peft_model(model, LoraConfig(use_dora=True, **LORA)), True),
 }
 
@@ -151,7 +174,10 @@ def test_the_probe_leaves_nothing_behind() -> None:
     state = torch.get_rng_state()
     assert not finding(model, "padded").holds
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(values, buffers.pop(name)) for name, values in model.named_buffers()) and not buffers
+    assert (
+        all(torch.equal(values, buffers.pop(name)) for name, values in model.named_buffers())
+        and not buffers
+    )
     assert all(values.grad is None for values in model.parameters())
 
 
@@ -160,8 +186,14 @@ class TF32(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(word in str(func) for word in ("mm", "attention")):
-            cut = [value.view(torch.int32) & ~0x1FFF if isinstance(value, torch.Tensor) else value for value in args]
-            args = [value.view(torch.float32) if isinstance(value, torch.Tensor) else value for value in cut]
+            cut = [
+                value.view(torch.int32) & ~0x1FFF if isinstance(value, torch.Tensor) else value
+                for value in args
+            ]
+            args = [
+                value.view(torch.float32) if isinstance(value, torch.Tensor) else value
+                for value in cut
+            ]
         return func(*args, **(kwargs or {}))
 
 
@@ -185,8 +217,16 @@ PRECISIONS: dict[str, tuple[float, Change, AbstractContextManager[Any]]] = {
     "float32": (LIMIT, unchanged, nullcontext()),
     "bfloat16": (HALF_LIMIT, lambda model: model.bfloat16(), nullcontext()),
     "autocast around it": (HALF_LIMIT, unchanged, AROUND),
-    "autocast in a block": (HALF_LIMIT, lambda model: autocast(model.model.layers[1], torch.float16), nullcontext()),
-    "autocast switched off in forward": (LIMIT, lambda model: autocast(model, enabled=False), AROUND),
+    "autocast in a block": (
+        HALF_LIMIT,
+        lambda model: autocast(model.model.layers[1], torch.float16),
+        nullcontext(),
+    ),
+    "autocast switched off in forward": (
+        LIMIT,
+        lambda model: autocast(model, enabled=False),
+        AROUND,
+    ),
     "compiled": (HALF_LIMIT, compiled, nullcontext()),
     "TF32": (HALF_LIMIT, unchanged, TF32()),
 }
@@ -230,7 +270,9 @@ def mixing(lay: Logits, amount: float) -> Logits:
 
 @pytest.mark.parametrize("amount", [0.0, 0.02, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_half_precision_tells_what_mixes_responses_from_rounding(dtype: torch.dtype, amount: float) -> None:
+def test_half_precision_tells_what_mixes_responses_from_rounding(
+    dtype: torch.dtype, amount: float
+) -> None:
     """By a known amount, in float64: less than the limit is taken for rounding, more is not, and its size is right."""
     lay, _ = WAYS["a pass"]
     rows = probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=4)
@@ -239,13 +281,17 @@ def test_half_precision_tells_what_mixes_responses_from_rounding(dtype: torch.dt
         exact = FAMILIES["qwen3"].build().double().eval()
         alone = [log_probs_in(exact, mixed, row) for row in rows]
         together = list(map(log_probs, mixed(exact, rows), rows))
-    sizes = [difference(in_batch, by_itself) for in_batch, by_itself in zip(together, alone, strict=True)]
+    sizes = [
+        difference(in_batch, by_itself) for in_batch, by_itself in zip(together, alone, strict=True)
+    ]
     model = FAMILIES["qwen3"].build().to(dtype).eval()
     answer = probe(model, lambda part: list(map(log_probs, mixed(model, part), part)), rows)
     limit = LIMIT if dtype == torch.float32 else HALF_LIMIT
     assert answer.limit == limit
     assert answer.holds == (max(sizes[0], sizes[1], sizes[-1]) <= limit)
-    assert min(abs(answer.difference - size) for size in sizes) <= (1e-4 if dtype == torch.float32 else 0.03)
+    assert min(abs(answer.difference - size) for size in sizes) <= (
+        1e-4 if dtype == torch.float32 else 0.03
+    )
 
 
 def log_probs_in(model: PreTrainedModel, lay: Logits, tokens_S: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,15 @@ from grail_advantage.data import Example, Row, Weighed
 from grail_advantage.methods.rlsd import REQUEST, Rlsd
 from tests.core.common import rollouts_of, watch_inputs, weighed
 from tests.core.real_tokenizers import llama3_tokenizer, qwen_tokenizer
-from tests.core.tiny_models import Rollout, char_tokenizer, compute, encode, make_batch, plain_columns, tiny_model
+from tests.core.tiny_models import (
+    Rollout,
+    char_tokenizer,
+    compute,
+    encode,
+    make_batch,
+    plain_columns,
+    tiny_model,
+)
 
 SHORT = "Given {privileged}, tell it in your words."
 BRACKETS = """\
@@ -43,20 +51,29 @@ def example(question: Any, gold: Any = "5", messages: Any = None, **options: Any
     return Example(messages or [{"role": "user", "content": question}], columns, options)
 
 
-def weigh(changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any) -> Weighed:
+def weigh(
+    changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any
+) -> Weighed:
     """Of responses without padding, from what the response's log-probabilities change by."""
     of_pass = torch.tensor(changes)
     examples = [example("?")] * len(changes)
     columns = {"old_log_probs": torch.zeros_like(of_pass)}
     parts = {"examples": examples, "columns": columns, "step": step, "tokenizer": tiny_tokenizer()}
-    return weighed(Rlsd(**options), rollouts_of([[0] * of_pass.shape[1]] * len(changes), advantages, **parts), of_pass)
+    return weighed(
+        Rlsd(**options),
+        rollouts_of([[0] * of_pass.shape[1]] * len(changes), advantages, **parts),
+        of_pass,
+    )
 
 
 def test_bounds_gate_and_mass() -> None:
     changes = [[math.log(ratio) for ratio in (1.1, 0.9, 2.0, 0.5, 1.0)]] * 3
     w = weigh(changes, [2.0, -0.5, 0.0])
     # The ratio of an incorrect response becomes its inverse before the clip.
-    assert w.high.nonzero().tolist() == [[0, 2], [1, 3]] and w.low.nonzero().tolist() == [[0, 3], [1, 2]]
+    assert w.high.nonzero().tolist() == [[0, 2], [1, 3]] and w.low.nonzero().tolist() == [
+        [0, 3],
+        [1, 2],
+    ]
     only = weigh(changes, [2.0, -0.5, 0.0], gate="wrong").weights
     assert torch.equal(only[1], w.weights[1]) and only[0].tolist() == [1.0] * 5
     scaled = weigh(changes[:1], [2.0], normalize_mass=True).weights
@@ -89,11 +106,17 @@ ROWS = [
 ]
 EXAMPLES = [example(question, gold) for question, gold, _, _ in ROWS]
 BATCH = make_batch(
-    [Rollout(f"[user]{question}[assistant]", response, number) for question, _, response, number in ROWS], "both"
+    [
+        Rollout(f"[user]{question}[assistant]", response, number)
+        for question, _, response, number in ROWS
+    ],
+    "both",
 )
 
 
-def run(method: Rlsd, examples: list[Example | None], family: str = "qwen3", **parts: Any) -> TokenWeights:
+def run(
+    method: Rlsd, examples: list[Example | None], family: str = "qwen3", **parts: Any
+) -> TokenWeights:
     """Every response of ``ROWS`` through the plain host."""
     return compute(subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **parts)
 
@@ -116,17 +139,29 @@ def test_plain_computation(kind: tuple[str, float, str, float | None, float, flo
         return plain_columns(subject(family), encode(prompt), encode(response), temperature)[0]
 
     method = Rlsd(lam=lam, epsilon=epsilon, request=asking)
-    parts = {} if given_old is None else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
-    responses_weights = BATCH.of_responses(run(method, EXAMPLES, family, temperature=temperature, **parts).weights)
-    for (prompt_text, gold, response, advantage), weights in zip(ROWS, responses_weights, strict=True):
+    parts = (
+        {}
+        if given_old is None
+        else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
+    )
+    responses_weights = BATCH.of_responses(
+        run(method, EXAMPLES, family, temperature=temperature, **parts).weights
+    )
+    for (prompt_text, gold, response, advantage), weights in zip(
+        ROWS, responses_weights, strict=True
+    ):
         old = log_probs(prompt_text) if given_old is None else [given_old] * len(encode(response))
         teacher = log_probs(f"{prompt_text}\n\n{asking.replace('{privileged}', gold)}")
         expected = []
         for new, old_log_prob in zip(teacher, old, strict=True):
             ratio = math.exp(new - old_log_prob) if advantage > 0 else math.exp(old_log_prob - new)
-            expected.append(1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0)
+            expected.append(
+                1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0
+            )
         assert weights == pytest.approx(expected, abs=1e-6)
-    assert len({round(weight, 6) for weights in responses_weights for weight in weights}) > 10, "not only the bounds"
+    assert len({round(weight, 6) for weights in responses_weights for weight in weights}) > 10, (
+        "not only the bounds"
+    )
 
 
 NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.array([])]
@@ -139,7 +174,9 @@ def test_rows_without_privileged_text() -> None:
     parts = {"old_log_probs": torch.full(BATCH.input_ids.shape, -2.0), "tokens": 1}
     with watch_inputs(embeddings) as forwards:
         all_weights = BATCH.of_responses(run(method, EXAMPLES, **parts).weights)
-    assert len(forwards) == 3 and all(weights != [1.0] * len(weights) for weights in all_weights[:3])
+    assert len(forwards) == 3 and all(
+        weights != [1.0] * len(weights) for weights in all_weights[:3]
+    )
     messages = EXAMPLES[0].messages
     system = [{"role": "system", "content": "Be brief."}]
     without = [example("?", nothing, messages) for nothing in NOTHING]
@@ -147,7 +184,8 @@ def test_rows_without_privileged_text() -> None:
         with watch_inputs(embeddings) as forwards:
             result = run(method, [broken, *EXAMPLES[1:]], **parts)
         assert (
-            BATCH.of_responses(result.weights) == [[1.0] * len(all_weights[0]), *all_weights[1:]] and len(forwards) == 2
+            BATCH.of_responses(result.weights) == [[1.0] * len(all_weights[0]), *all_weights[1:]]
+            and len(forwards) == 2
         )
         assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (0.0, 0.5)
 
@@ -164,8 +202,20 @@ BEGIN = "<|begin_of_text|>"
 BRIEF = "Be brief."
 ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 CHATS = {
-    "Qwen3": (qwen_tokenizer, QWEN3, "<|im_start|>user\n", ASSISTANT, f"<|im_start|>system\n{BRIEF}<|im_end|>\n"),
-    "base": (llama3_tokenizer, BASE_MATH, f"{BEGIN}The User{PREAMBLE}\nUser: ", "\nAssistant:", f"{BEGIN}{BRIEF}\n"),
+    "Qwen3": (
+        qwen_tokenizer,
+        QWEN3,
+        "<|im_start|>user\n",
+        ASSISTANT,
+        f"<|im_start|>system\n{BRIEF}<|im_end|>\n",
+    ),
+    "base": (
+        llama3_tokenizer,
+        BASE_MATH,
+        f"{BEGIN}The User{PREAMBLE}\nUser: ",
+        "\nAssistant:",
+        f"{BEGIN}{BRIEF}\n",
+    ),
 }
 """A tokenizer, a chat template, what is around the user message in the prompt, and a system message before it."""
 QUESTION = "What is $17 \\cdot {3}$? Put it within \\boxed{}."
@@ -178,7 +228,9 @@ def tokenizer_of(chat: str) -> PreTrainedTokenizerFast:
     return with_template(CHATS[chat][0](), CHATS[chat][1])
 
 
-def rebuilt(chat: str, gold: Any, messages: Any = (ASKED,), **options: Any) -> tuple[list[int], str]:
+def rebuilt(
+    chat: str, gold: Any, messages: Any = (ASKED,), **options: Any
+) -> tuple[list[int], str]:
     """Ids and text of the prompt with the privileged text; the messages and the response stay as they are."""
     tokenizer = tokenizer_of(chat)
     messages_then = copy.deepcopy(messages)
@@ -201,9 +253,15 @@ def test_rebuilt_prompt(chat: str) -> None:
     assert rebuilt(chat, gold)[1] == f"{opening}{QUESTION}\n\n{request}{ending}"
     request = SHORT.replace("{privileged}", "51")
     text = rebuilt(chat, "51", [{"role": "system", "content": BRIEF}, ASKED], request=SHORT)[1]
-    user = opening.splitlines(keepends=True)[-1]  # the base model's system message is in place of its preamble
+    user = opening.splitlines(keepends=True)[
+        -1
+    ]  # the base model's system message is in place of its preamble
     assert text == f"{system}{user}{QUESTION}\n\n{request}{ending}"
-    turns = [ASKED, {"role": "assistant", "content": "Which?"}, {"role": "user", "content": "Both."}]
+    turns = [
+        ASKED,
+        {"role": "assistant", "content": "Which?"},
+        {"role": "user", "content": "Both."},
+    ]
     text = rebuilt(chat, "51", turns, request=SHORT)[1]
     assert text.startswith(opening + QUESTION) and text.endswith(f"Both.\n\n{request}{ending}")
     assert text.count(request) == 1

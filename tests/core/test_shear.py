@@ -41,7 +41,12 @@ def exact(cost: torch.Tensor) -> float:
 
 
 def plain_scores(
-    hidden: list[torch.Tensor], positive: Sequence[bool], window: int, stride: int, epsilon: float, iterations: int
+    hidden: list[torch.Tensor],
+    positive: Sequence[bool],
+    window: int,
+    stride: int,
+    epsilon: float,
+    iterations: int,
 ) -> list[torch.Tensor]:
     """Every definition spelled out, one pair of windows at a time."""
     norm = torch.cat([h.norm(dim=1) for h in hidden]).mean().item()
@@ -51,7 +56,9 @@ def plain_scores(
         for start in range(0, len(hidden_states), stride):
             x = hidden_states[start : start + window].double()
             nearest = min(
-                plain_sinkhorn(torch.cdist(x, compared[begin : begin + window].double()), epsilon, iterations)
+                plain_sinkhorn(
+                    torch.cdist(x, compared[begin : begin + window].double()), epsilon, iterations
+                )
                 for compared, other_outcome in zip(hidden, positive, strict=True)
                 if other_outcome != outcome
                 for begin in range(0, len(compared), stride)
@@ -69,7 +76,10 @@ def test_distances_go_towards_exact_transport() -> None:
     best = []
     entropy_bounds = []
     for p, (n, m) in enumerate(sizes):
-        clouds = torch.randn(n, 3, generator=generator), 0.5 + torch.randn(m, 3, generator=generator)
+        clouds = (
+            torch.randn(n, 3, generator=generator),
+            0.5 + torch.randn(m, 3, generator=generator),
+        )
         costs = cost[p, :n, :m] = torch.cdist(*clouds)
         best.append(exact(costs))
         entropy_bounds.append(costs.double().mean() * np.log(min(n, m)))
@@ -81,7 +91,9 @@ def test_distances_go_towards_exact_transport() -> None:
         assert distance.dtype == torch.float64 and (off <= 1e-5).all()
         assert (gap >= -1e-4).all() and (gap <= epsilon * torch.tensor(entropy_bounds) + 1e-4).all()
         gaps.append(gap.sum().item())
-    assert gaps == sorted(gaps, reverse=True) and gaps[0] > 1  # so that the closeness below is epsilon's doing
+    assert (
+        gaps == sorted(gaps, reverse=True) and gaps[0] > 1
+    )  # so that the closeness below is epsilon's doing
     assert distance.tolist() == pytest.approx(best, rel=1e-3)
 
 
@@ -98,7 +110,9 @@ def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3])
-def test_a_few_windows_at_once_have_the_distances_of_all(windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_windows_at_once_have_the_distances_of_all(
+    windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To float rounding, and the costs of whole responses are never there."""
     at_once = shear_scores(group(), POSITIVE, window=5, stride=2)
     monkeypatch.setattr(shear, "WINDOWS_AT_ONCE", windows)
@@ -125,13 +139,17 @@ def test_states_that_are_not_finite(bad: float) -> None:
     for row in (0, 3):
         rest = [i for i in range(5) if i != row]
         hidden = group()
-        want = shear_scores([hidden[i] for i in rest], [POSITIVE[i] for i in rest], window=5, stride=2)
+        want = shear_scores(
+            [hidden[i] for i in rest], [POSITIVE[i] for i in rest], window=5, stride=2
+        )
         hidden[row][-1, 1] = bad
         got = shear_scores(hidden, POSITIVE, window=5, stride=2)
         assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)
         for i, expected in zip(rest, want, strict=True):
             torch.testing.assert_close(got[i], expected, rtol=1e-5, atol=0)
-    got = shear_scores([torch.ones(3, 2), torch.full((2, 2), bad)], [True, False], window=5, stride=2)
+    got = shear_scores(
+        [torch.ones(3, 2), torch.full((2, 2), bad)], [True, False], window=5, stride=2
+    )
     assert got[0].tolist() == [1.0] * 3 and got[1].isnan().all()
 
 
@@ -154,9 +172,13 @@ def test_scores_are_those_of_the_groups_hidden_states() -> None:
     inside = batch.response_mask.bool()
     got = compute(model, batch, Shear(**options), groups=GROUPS)
     hidden = []
-    for tokens, valid, is_response in zip(batch.input_ids, batch.attention_mask.bool(), inside, strict=True):
+    for tokens, valid, is_response in zip(
+        batch.input_ids, batch.attention_mask.bool(), inside, strict=True
+    ):
         with torch.no_grad():
-            states = model(input_ids=tokens[None, valid], output_hidden_states=True).hidden_states[-1][0]
+            states = model(input_ids=tokens[None, valid], output_hidden_states=True).hidden_states[
+                -1
+            ][0]
         hidden.append(states[is_response[valid]])
     for members in ([0, 1, 2], [3, 5]):
         positive = [ROLLOUTS[row].advantage > 0 for row in members]

@@ -24,7 +24,9 @@ TURNS = [(0, 3), (4, 6)]
 
 def progress(**options: Any) -> Weighed:
     columns = {OLD_LOG_PROBS: torch.tensor(OLD), REF_LOG_PROBS: torch.tensor(REFERENCE)}
-    r = rollouts_of([[0] * 6] * 2, [0.5, -2.0], TRAINS, written=torch.tensor(WRITTEN), columns=columns)
+    r = rollouts_of(
+        [[0] * 6] * 2, [0.5, -2.0], TRAINS, written=torch.tensor(WRITTEN), columns=columns
+    )
     return weighed(build("progress_advantage", options), r)
 
 
@@ -39,7 +41,9 @@ def test_the_mix_by_token_turn_and_response(over: str, lam: float) -> None:
         for start, stop in {"token": [], "turn": TURNS, "response": [(0, 6)]}[over]:
             trained = [change[t] for t in range(start, stop) if trains[t]]
             signal[start:stop] = [sum(trained) / len(trained)] * (stop - start)
-        expected.append([(lam * a + (1 - lam) * d) * t for d, t in zip(signal, trains, strict=True)])
+        expected.append(
+            [(lam * a + (1 - lam) * d) * t for d, t in zip(signal, trains, strict=True)]
+        )
     w = progress(lam=lam, over=over)
     assert w.gave_advantages and not w.failed.any()
     torch.testing.assert_close(w.advantages, torch.tensor(expected))
@@ -57,9 +61,12 @@ def test_self_distillation_is_the_plain_mix() -> None:
             continue
         texts = (question, f"{question}{SHORT.replace('{privileged}', gold)}")
         old, teacher = (
-            plain_columns(subject(), encode(f"[user]{text}[assistant]"), encode(response), 1.0)[0] for text in texts
+            plain_columns(subject(), encode(f"[user]{text}[assistant]"), encode(response), 1.0)[0]
+            for text in texts
         )
-        expected = [0.3 * a + 0.7 * (new - earlier) for new, earlier in zip(teacher, old, strict=True)]
+        expected = [
+            0.3 * a + 0.7 * (new - earlier) for new, earlier in zip(teacher, old, strict=True)
+        ]
         assert advantages == pytest.approx(expected, abs=1e-5)
         assert not response or max(expected) - min(expected) > 0.01
 
@@ -73,14 +80,18 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter() ->
     without_adapter = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7)
     of_rows = BATCH.of_responses(without_adapter.advantages)
     reference = torch.full(BATCH.input_ids.shape, -2.0)
-    with_columns = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7, ref_log_probs=reference)
+    with_columns = compute(
+        adapted, BATCH, method, tiny_tokenizer(), temperature=0.7, ref_log_probs=reference
+    )
     for (question, _, response, _), advantages, by_column in zip(
         ROWS, of_rows, BATCH.of_responses(with_columns.advantages), strict=True
     ):
         pair = (encode(f"[user]{question}[assistant]"), encode(response), 0.7)
         old = plain_columns(adapted, *pair)[0]
         unadapted = plain_columns(plain, *pair)[0]
-        assert advantages == pytest.approx([p - q for p, q in zip(old, unadapted, strict=True)], abs=1e-5)
+        assert advantages == pytest.approx(
+            [p - q for p, q in zip(old, unadapted, strict=True)], abs=1e-5
+        )
         assert by_column == pytest.approx([p + 2 for p in old], abs=1e-5)
     assert max(abs(value) for row in of_rows for value in row) > 0.01, "the adapter does something"
     with pytest.raises(ValueError, match="ref_log_probs are not there"):

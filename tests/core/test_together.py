@@ -31,7 +31,10 @@ NAMES = (*BY_DAY, "phi3, longrope", "doge", "bloom")
 """Kinds of attention, state and position; of the methods each has GRAIL and two more, so that a day has all."""
 ALONE = {"phi3, longrope", "doge"}
 """Models whose responses depend on the longest one beside them, or on those after them."""
-BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right", "empty box")]
+BATCH = [
+    ROLLOUTS[name]
+    for name in ("text after the box", "box at the end", "several boxes", "right", "empty box")
+]
 METHODS: dict[str, Method] = {
     "grail": Grail(gate="all"),
     "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
@@ -54,7 +57,10 @@ def model_of(name: str) -> PreTrainedModel:
 
 def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor:
     """By at most so many tokens a forward, whatever the lengths of its rows."""
-    parts = {"groups": torch.zeros(len(BATCH)).long(), "examples": [example(rollout.prompt) for rollout in BATCH]}
+    parts = {
+        "groups": torch.zeros(len(BATCH)).long(),
+        "examples": [example(rollout.prompt) for rollout in BATCH],
+    }
     arguments = model_of(name), make_batch(BATCH, padding), METHODS[method], tiny_tokenizer()
     with patch.object(hugging_face, "LEAST_LENGTH", 0.0):
         return compute(*arguments, **parts, temperature=0.9, tokens=tokens).scores
@@ -80,7 +86,9 @@ def test_a_model_that_has_changed_is_asked_again() -> None:
     batch = make_batch(list(ROLLOUTS.values())[:3])
     calls = []
     probe = hugging_face.probe
-    with patch.object(hugging_face, "probe", lambda *arguments: (calls.append(arguments), probe(*arguments))[1]):
+    with patch.object(
+        hugging_face, "probe", lambda *arguments: (calls.append(arguments), probe(*arguments))[1]
+    ):
         for change in (lambda: model, model.double, lambda: model.set_attn_implementation("eager")):
             change()
             for _ in range(2):
@@ -88,7 +96,9 @@ def test_a_model_that_has_changed_is_asked_again() -> None:
     assert len(calls) == 3
 
 
-def weigh(model: nn.Module, rollouts: list[Rollout], method: Method = METHODS["grail"], **options: Any) -> Any:
+def weigh(
+    model: nn.Module, rollouts: list[Rollout], method: Method = METHODS["grail"], **options: Any
+) -> Any:
     return compute(model, make_batch(rollouts), method, **options)
 
 
@@ -102,8 +112,12 @@ def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
     assert shapes == [(1, 100), (1, 50), (2, 49), (1, 21), (2, 15)]
 
 
-@pytest.mark.parametrize("method", [Grail("official"), Oar("perturbation")], ids=["rows", "counterfactuals"])
-def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "method", [Grail("official"), Oar("perturbation")], ids=["rows", "counterfactuals"]
+)
+def test_less_goes_together_where_memory_runs_out(
+    method: Method, caplog: pytest.LogCaptureFixture
+) -> None:
     """The budget is halved until the pass fits, stays so for the model, and each time there is a warning."""
     model = tiny_model()
     rollouts = [ROLLOUTS["text after the box"]] * 8
@@ -117,15 +131,21 @@ def test_less_goes_together_where_memory_runs_out(method: Method, caplog: pytest
 
     model.model.embed_tokens.register_forward_hook(run_out)
     for _ in range(2):
-        torch.testing.assert_close(weigh(model, rollouts, method).weights, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            weigh(model, rollouts, method).weights, expected, rtol=1e-4, atol=1e-4
+        )
     failed = [place for place, size in enumerate(sizes) if size > 100]
     assert 0 < len(failed) <= 6 and failed[-1] < len(sizes) / 2  # none in the second call
     assert len(caplog.records) >= len(failed)
 
 
-def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of two ranks with as many rows; the other one's probe finds a difference."""
-    monkeypatch.setattr(RankRounds, "most", lambda self, number: 1.0 if isinstance(number, float) else number)
+    monkeypatch.setattr(
+        RankRounds, "most", lambda self, number: 1.0 if isinstance(number, float) else number
+    )
     model = tiny_model()
     weigh(model, BATCH[:3], tokens=100_000)
     with watch_inputs(model.get_input_embeddings()) as shapes:
@@ -134,7 +154,11 @@ def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(mo
 
 
 SHARES = {
-    "three, one, two": (["several boxes", "empty box", "no box"], ["box at the end"], ["text after the box", "right"]),
+    "three, one, two": (
+        ["several boxes", "empty box", "no box"],
+        ["box at the end"],
+        ["text after the box", "right"],
+    ),
     "all on one rank": (["several boxes", "text after the box"], ["no box"], ["no box"]),
     "none anywhere": (["no box"], ["no box", "no box"], ["no box"]),
 }
@@ -154,7 +178,11 @@ def left_by_a_break(model: Any, where: str, **arguments: Any) -> list[str]:
             output.register_hook(broken)
 
     hooks_then = hooks_of(model)
-    block = next(module for name, module in model.named_modules() if "layers.2" in name and name.endswith("mlp"))
+    block = next(
+        module
+        for name, module in model.named_modules()
+        if "layers.2" in name and name.endswith("mlp")
+    )
     handle = block.register_forward_hook(broken if where == "forward" else in_backward)
     try:
         weigh(model, **arguments)
@@ -178,7 +206,12 @@ def states_of(model: Any) -> list[tuple[str, tuple[str, str]]]:
                 states.append((name, (group._sharded_state.name, group._training_state.name)))
         elif isinstance(unit, FullyShardedDataParallel):
             is_sharded = unit._handle.is_sharded(unit._handle.flat_param)
-            states.append((name, ("SHARDED" if is_sharded else "UNSHARDED", unit._handle._training_state.name)))
+            states.append(
+                (
+                    name,
+                    ("SHARDED" if is_sharded else "UNSHARDED", unit._handle._training_state.name),
+                )
+            )
     return states
 
 
@@ -194,14 +227,22 @@ def run_rank(rank: int, folder: str) -> None:
     for block in by_block.model.layers:
         fully_shard(block)
     blocks = ModuleWrapPolicy({type(model_of_rank.model.layers[0])})
-    flat = FullyShardedDataParallel(model_of_rank, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
+    flat = FullyShardedDataParallel(
+        model_of_rank, auto_wrap_policy=blocks, device_id=torch.device("cpu")
+    )
     for model, share, name in itertools.product((fully_shard(by_block), flat), SHARES, SHARDED):
         rollouts = [ROLLOUTS[row] for row in SHARES[share][rank]]
-        arguments = {"rollouts": rollouts, "method": METHODS[name], "process_group": torch.distributed.group.WORLD}
+        arguments = {
+            "rollouts": rollouts,
+            "method": METHODS[name],
+            "process_group": torch.distributed.group.WORLD,
+        }
         got = weigh(model, **arguments)
         results[type(model).__name__, share, name] = got.scores, got.weights
         if share == "three, one, two":
-            remains = [left_by_a_break(model, where, **arguments) for where in ("forward", "backward")]
+            remains = [
+                left_by_a_break(model, where, **arguments) for where in ("forward", "backward")
+            ]
             torch.testing.assert_close(weigh(model, **arguments).weights, got.weights)
             results[type(model).__name__, share, name] += (remains,)
     torch.save(results, f"{folder}/{rank}.pt")
@@ -216,11 +257,17 @@ def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path)
         assert len(results) == 2 * len(SHARES) * len(SHARDED)
         for (how, share, name), (scores, weights, *remains) in results.items():
             assert remains in ([[[], []]], []), (how, share, name)
-            expected = weigh(tiny_model(), [ROLLOUTS[row] for row in SHARES[share][rank]], METHODS[name])
+            expected = weigh(
+                tiny_model(), [ROLLOUTS[row] for row in SHARES[share][rank]], METHODS[name]
+            )
             # The gradient of a divergence so small keeps one or two digits of float32's seven; of these no weight can be asked.
             rtol = 5e-2 if name == "oar_g" else 1e-3
             atol = rtol * float(expected.scores.nan_to_num(0).abs().max())
             case = f"{how}, {share}: {name}"
-            torch.testing.assert_close(scores, expected.scores, rtol=rtol, atol=atol, equal_nan=True, msg=case)
+            torch.testing.assert_close(
+                scores, expected.scores, rtol=rtol, atol=atol, equal_nan=True, msg=case
+            )
             if name != "oar_g":
-                torch.testing.assert_close(weights, expected.weights, rtol=1e-2, atol=1e-2, msg=case)
+                torch.testing.assert_close(
+                    weights, expected.weights, rtol=1e-2, atol=1e-2, msg=case
+                )

@@ -22,17 +22,29 @@ from tests.core import tiny_models
 from tests.core.common import few, watch_inputs
 from tests.core.plain_answers import PLAIN
 from tests.core.reference import PlainModel, reference_weights, resolve
-from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, compute, id_to_character, make_batch, tiny_model
+from tests.core.tiny_models import (
+    ROLLOUTS,
+    Batch,
+    Rollout,
+    compute,
+    id_to_character,
+    make_batch,
+    tiny_model,
+)
 from tests.documentation import files
 
 LEAVES = ("embeddings", "first", "middle", "last")
 MODELS = [(family, tied) for family in ("qwen3", "llama") for tied in (False, True)]
 PASSES = {"official": Grail("official"), "robust": Grail("robust"), "oar": Oar("gradient")}
-FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")]
+FEW_ROLLOUTS = [
+    ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")
+]
 
 
 @cache
-def subject(family: str, tied: bool = False, layers: int = 4, double: bool = False) -> tuple[Any, PlainModel]:
+def subject(
+    family: str, tied: bool = False, layers: int = 4, double: bool = False
+) -> tuple[Any, PlainModel]:
     """A model that no test may change, and its reference with what was computed so far."""
     model = tiny_model(family, tied=tied, layers=layers)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
@@ -56,29 +68,57 @@ def assert_matches(
     config = Grail(preset, **options)
     tensors = [tensor.tolist() for tensor in batch.tensors()]
     got = compute(model, batch, config, temperature=temperature, answer=answer)
-    settings = {"options": resolve(preset, **options), "temperature": temperature, "boxes": PLAIN[answer]}
+    settings = {
+        "options": resolve(preset, **options),
+        "temperature": temperature,
+        "boxes": PLAIN[answer],
+    }
     expected = reference_weights(plain, id_to_character(), *tensors, **settings)
-    assert [None if span is None else dataclasses.astuple(span) for span in got.spans] == expected.spans
+    assert [
+        None if span is None else dataclasses.astuple(span) for span in got.spans
+    ] == expected.spans
     for values in (got.weights, got.scores):
-        assert values.dtype == torch.float32 and values.shape == batch.input_ids.shape and not values.requires_grad
+        assert (
+            values.dtype == torch.float32
+            and values.shape == batch.input_ids.shape
+            and not values.requires_grad
+        )
     torch.testing.assert_close(got.weights, torch.tensor(expected.weights), rtol=0, atol=atol)
     assert (got.weights[batch.response_mask == 0] == 0).all()
     for row, advantage in enumerate(batch.advantages.tolist()):
-        inside = {"wrong": advantage < 0, "correct": advantage > 0, "all": advantage != 0}[config.gate]
+        inside = {"wrong": advantage < 0, "correct": advantage > 0, "all": advantage != 0}[
+            config.gate
+        ]
         if expected.spans[row] is None or not inside:
             assert got.scores[row].isnan().all()
         else:
             expected_scores = torch.tensor(expected.scores[row])
-            torch.testing.assert_close(got.scores[row], expected_scores, rtol=rtol, atol=1e-6 * rtol, equal_nan=True)
+            torch.testing.assert_close(
+                got.scores[row], expected_scores, rtol=rtol, atol=1e-6 * rtol, equal_nan=True
+            )
     return got
 
 
 OPTIONS: dict[str, list] = {
-    **{"leaf": list(LEAVES), "alignment": ["predictor", "token"], "gate": ["wrong", "correct", "all"]},
-    **{"target": ["span", "content"], "statistics": ["response", "reasoning"], "span": ["first", "last"]},
+    **{
+        "leaf": list(LEAVES),
+        "alignment": ["predictor", "token"],
+        "gate": ["wrong", "correct", "all"],
+    },
+    **{
+        "target": ["span", "content"],
+        "statistics": ["response", "reasoning"],
+        "span": ["first", "last"],
+    },
     **{"content_outside_gate": [True, False], "normalize_mass": [True, False]},
 }
-NUMBERS = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.1, "weight_max": 2.0, "content_weight": 0.3}
+NUMBERS = {
+    "weight_mean": 1.25,
+    "weight_std": 0.75,
+    "weight_min": 0.1,
+    "weight_max": 2.0,
+    "content_weight": 0.3,
+}
 
 
 @few(50)
@@ -88,18 +128,30 @@ NUMBERS = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.1, "weight_m
     st.sampled_from(["left", "right", "both"]),
     st.sampled_from([1.0, 0.25, 0.7, 3.0]),
     st.sampled_from(["official", "robust"]),
-    st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()}),
+    st.fixed_dictionaries(
+        {}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()}
+    ),
     st.sampled_from([{}, NUMBERS]),
 )
 def test_any_options_on_any_model(
-    kind: tuple[str, bool], layers: int, padding: str, temperature: float, preset: str, options: dict, numbers: dict
+    kind: tuple[str, bool],
+    layers: int,
+    padding: str,
+    temperature: float,
+    preset: str,
+    options: dict,
+    numbers: dict,
 ) -> None:
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in FEW_ROLLOUTS[::2]]
     batch = make_batch([*FEW_ROLLOUTS, *zeros], padding, extra=3)
-    assert_matches(*subject(*kind, layers, double=True), batch, preset, temperature, **options, **numbers)
+    assert_matches(
+        *subject(*kind, layers, double=True), batch, preset, temperature, **options, **numbers
+    )
 
 
-@pytest.mark.parametrize(("family", "tied", "preset"), [("qwen3", False, "official"), ("llama", True, "robust")])
+@pytest.mark.parametrize(
+    ("family", "tied", "preset"), [("qwen3", False, "official"), ("llama", True, "robust")]
+)
 def test_presets_on_every_kind_of_rollout_in_float32(family: str, tied: bool, preset: str) -> None:
     for leaf in LEAVES:
         batch = make_batch(list(ROLLOUTS.values()), "both")
@@ -112,18 +164,27 @@ def test_answers_in_another_format() -> None:
     texts = ("So #### 4 or #### -5.", "#### Step 2", "It is #### 1,0")
     batch = make_batch([Rollout("Two?", text, -1.0) for text in texts])
     for preset in ("official", "robust"):
-        got = assert_matches(*subject("qwen3", layers=1, double=True), batch, preset, answer="hashes")
+        got = assert_matches(
+            *subject("qwen3", layers=1, double=True), batch, preset, answer="hashes"
+        )
         assert [span is None for span in got.spans] == [False, True, False]
 
 
-@pytest.mark.parametrize(("target", "first", "last"), [("span", r"\boxed", "}"), ("content", "5}", "5}")])
+@pytest.mark.parametrize(
+    ("target", "first", "last"), [("span", r"\boxed", "}"), ("content", "5}", "5}")]
+)
 def test_only_what_can_matter_is_computed(target: str, first: str, last: str) -> None:
     """One forward a selected response, up to the last target's predictor; logits at the targets' predictors alone."""
     model = tiny_model()
     rollout = ROLLOUTS["text after the box"]
     not_scored = [ROLLOUTS[name] for name in ("no box", "right", "no response")]
-    batch = make_batch([not_scored[0], rollout, *not_scored[1:], dataclasses.replace(rollout, advantage=0.0)], "both")
-    compute(model, batch, Grail("official", target=target))  # after which the model's positions are known
+    batch = make_batch(
+        [not_scored[0], rollout, *not_scored[1:], dataclasses.replace(rollout, advantage=0.0)],
+        "both",
+    )
+    compute(
+        model, batch, Grail("official", target=target)
+    )  # after which the model's positions are known
     with watch_inputs(model.model.embed_tokens) as embedded, watch_inputs(model.lm_head) as headed:
         compute(model, batch, Grail("official", target=target))
     last_target = rollout.response.index(last)
@@ -134,19 +195,27 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str) ->
 CPU = torch.device("cpu")
 OFFLOADS: dict[str, Callable[[Any], Any]] = {
     "all": lambda model: cpu_offload(model, CPU),
-    "one block, frozen": lambda model: cpu_offload(model.requires_grad_(False).model.layers[1], CPU),
-    "parts, each by itself": lambda model: [cpu_offload(part, CPU) for part in (model.model, model.lm_head)],
+    "one block, frozen": lambda model: cpu_offload(
+        model.requires_grad_(False).model.layers[1], CPU
+    ),
+    "parts, each by itself": lambda model: [
+        cpu_offload(part, CPU) for part in (model.model, model.lm_head)
+    ],
     "disk": lambda model: disk_offload(model, tempfile.mkdtemp(), CPU),
 }
 
 
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_an_offloaded_model_weighs_as_the_whole_one(name: str) -> None:
-    batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["no box"], ROLLOUTS["text after the box"]])
+    batch = make_batch(
+        [ROLLOUTS["box at the end"], ROLLOUTS["no box"], ROLLOUTS["text after the box"]]
+    )
     for method in PASSES.values():
         model = tiny_model()
         OFFLOADS[name](model)
-        torch.testing.assert_close(compute(model, batch, method).weights, compute(tiny_model(), batch, method).weights)
+        torch.testing.assert_close(
+            compute(model, batch, method).weights, compute(tiny_model(), batch, method).weights
+        )
         assert any(values.is_meta for values in model.parameters())
 
 
@@ -156,20 +225,30 @@ def test_the_hosts_of_the_documentation_weigh_the_same(name: str) -> None:
     a column that is there, and with one that the workers compute."""
     page: dict[str, Any] = {}
     exec(files("own_trainer.md")["my_host.py"], page)
-    batch = make_batch([ROLLOUTS["box at the end"], ROLLOUTS["right"], ROLLOUTS["text after the box"]])
+    batch = make_batch(
+        [ROLLOUTS["box at the end"], ROLLOUTS["right"], ROLLOUTS["text after the box"]]
+    )
     model = tiny_model()
     tokenizer = tiny_models.char_tokenizer()
     inside = batch.response_mask.bool()
     log_probs = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
     expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=log_probs)
     rollouts = page["rollouts_of"](tokenizer, *batch.tensors())
-    columns = {"old_log_probs": log_probs, "entropy": compute(model, batch, build("entropy")).scores}
     columns = {
-        key: pad_sequence(list(map(torch.Tensor.__getitem__, values, inside)), True) for key, values in columns.items()
+        "old_log_probs": log_probs,
+        "entropy": compute(model, batch, build("entropy")).scores,
+    }
+    columns = {
+        key: pad_sequence(list(map(torch.Tensor.__getitem__, values, inside)), True)
+        for key, values in columns.items()
     }
     in_process = page["MyHost"](model, tokenizer, columns)
-    with_log_probs = dataclasses.replace(rollouts, columns={"old_log_probs": columns["old_log_probs"]})
-    remote = page["MyRemoteHost"]([page["MyWorker"](model, tokenizer) for _ in range(3)], with_log_probs)
+    with_log_probs = dataclasses.replace(
+        rollouts, columns={"old_log_probs": columns["old_log_probs"]}
+    )
+    remote = page["MyRemoteHost"](
+        [page["MyWorker"](model, tokenizer) for _ in range(3)], with_log_probs
+    )
     for host, r in ((in_process, rollouts), (remote, with_log_probs)):
         advantages = page["token_advantages"](host, r, name, gate="all")[r.mask]
         torch.testing.assert_close(advantages, expected.advantages[inside])

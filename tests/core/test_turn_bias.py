@@ -38,11 +38,21 @@ SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
 TURN = len(SAID)
 STATES = json.loads(Path(__file__).with_name("environment.json").read_text(encoding="utf-8"))
 """By what the policy saw and what it does: a logit, the reward, and what a tool then says, with probabilities."""
-LOGITS = {saw: {did: action["logit"] for did, action in actions.items()} for saw, actions in STATES.items()}
-SAYS = {
-    (saw, did): action["says"] for saw, actions in STATES.items() for did, action in actions.items() if action["says"]
+LOGITS = {
+    saw: {did: action["logit"] for did, action in actions.items()}
+    for saw, actions in STATES.items()
 }
-REWARDS = {(saw, did): action["reward"] for saw, actions in STATES.items() for did, action in actions.items()}
+SAYS = {
+    (saw, did): action["says"]
+    for saw, actions in STATES.items()
+    for did, action in actions.items()
+    if action["says"]
+}
+REWARDS = {
+    (saw, did): action["reward"]
+    for saw, actions in STATES.items()
+    for did, action in actions.items()
+}
 TOOL_REWARDS = {step: reward for step, reward in REWARDS.items() if step in SAYS}
 OUTCOMES = {step: reward for step, reward in REWARDS.items() if step not in SAYS}
 Step = tuple[str, str]
@@ -66,7 +76,10 @@ class Environment:
     @cached_property
     def turn_gradients(self) -> list[torch.Tensor]:
         """Of the log-probabilities of each response's turns, (K, P)."""
-        return [torch.stack([self.gradient(log_prob) for log_prob in turns_K]) for turns_K in self.log_probs]
+        return [
+            torch.stack([self.gradient(log_prob) for log_prob in turns_K])
+            for turns_K in self.log_probs
+        ]
 
     def gradient(self, number: torch.Tensor) -> torch.Tensor:
         """The gradient (P,) of a number."""
@@ -74,7 +87,10 @@ class Environment:
 
     def expectation(self, value: Callable[[list[Step]], float]) -> torch.Tensor:
         """The mean of a value of responses, as a function of the parameters."""
-        return (self.probabilities_R * torch.tensor([value(steps) for steps in self.steps], dtype=torch.float64)).sum()
+        return (
+            self.probabilities_R
+            * torch.tensor([value(steps) for steps in self.steps], dtype=torch.float64)
+        ).sum()
 
     def moments(
         self, name: str, options: Mapping[str, Any], size: int = 3, denominator: str = "constant"
@@ -93,8 +109,14 @@ class Environment:
             turns = [len(self.steps[place]) for place in group]
             of_group_P = torch.zeros_like(self.parameters_P)
             for member, place in enumerate(group):
-                count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[denominator]
-                of_group_P += of_turns_BK[number * size + member, : turns[member]] @ self.turn_gradients[place] / count
+                count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[
+                    denominator
+                ]
+                of_group_P += (
+                    of_turns_BK[number * size + member, : turns[member]]
+                    @ self.turn_gradients[place]
+                    / count
+                )
             weight = float(orders * probabilities[list(group)].prod())
             mean_P = mean_P + weight * of_group_P.detach()
             square = square + weight * float(of_group_P @ of_group_P)
@@ -108,9 +130,17 @@ class Environment:
 @cache
 def environment(*, stops: bool, cut: float = 0.0) -> Environment:
     """With a policy that may stop, or with three turns; with this probability that a call's answer is cut off."""
-    logits = {saw: {did: x for did, x in actions.items() if stops or did != STOP} for saw, actions in LOGITS.items()}
-    places = {step: place for place, step in enumerate((s, d) for s, actions in logits.items() for d in actions)}
-    parameters_P = torch.tensor([x for actions in logits.values() for x in actions.values()], dtype=torch.float64)
+    logits = {
+        saw: {did: x for did, x in actions.items() if stops or did != STOP}
+        for saw, actions in LOGITS.items()
+    }
+    places = {
+        step: place
+        for place, step in enumerate((s, d) for s, actions in logits.items() for d in actions)
+    }
+    parameters_P = torch.tensor(
+        [x for actions in logits.values() for x in actions.values()], dtype=torch.float64
+    )
     parameters_P.requires_grad_()
     steps: list[list[Step]] = []
     chances: list[float] = []
@@ -156,14 +186,24 @@ def turn_advantages(
         mask=pad_sequence(tokens, batch_first=True) == TURN,
         advantages=torch.ones(count),
         groups=torch.arange(count) // size,
-        rewards=torch.tensor([OUTCOMES.get(steps[-1], 0.0) for steps in responses], dtype=torch.float64),
-        fields={"tool_rewards": [list_a_turn(*response) for response in zip(paid, map(len, responses), strict=True)]},
+        rewards=torch.tensor(
+            [OUTCOMES.get(steps[-1], 0.0) for steps in responses], dtype=torch.float64
+        ),
+        fields={
+            "tool_rewards": [
+                list_a_turn(*response) for response in zip(paid, map(len, responses), strict=True)
+            ]
+        },
     )
-    scores_BT = method.scores(rollouts, None).nan_to_num(0.0)  # as the hosts: what has none trains nothing
+    scores_BT = method.scores(rollouts, None).nan_to_num(
+        0.0
+    )  # as the hosts: what has none trains nothing
     of_turns_BK = torch.zeros(count, TURNS, dtype=torch.float64)
     for row, steps in enumerate(responses):
         cut = steps[-1] in SAYS  # the last call has no answer
-        of_turns_BK[row, : len(steps)] = scores_BT[row, ::2][: len(steps)] * (not (cut and method.mask_truncated))
+        of_turns_BK[row, : len(steps)] = scores_BT[row, ::2][: len(steps)] * (
+            not (cut and method.mask_truncated)
+        )
     return of_turns_BK
 
 
@@ -193,8 +233,12 @@ def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]
     """E[grad log pi(turn) * value], summed over turns."""
     total_P = torch.zeros_like(policy.parameters_P)
     probabilities_R = policy.probabilities_R.detach()
-    for probability, steps, gradients_KP in zip(probabilities_R, policy.steps, policy.turn_gradients, strict=True):
-        total_P = total_P + sum(probability * value(steps, turn) * of_P for turn, of_P in enumerate(gradients_KP))
+    for probability, steps, gradients_KP in zip(
+        probabilities_R, policy.steps, policy.turn_gradients, strict=True
+    ):
+        total_P = total_P + sum(
+            probability * value(steps, turn) * of_P for turn, of_P in enumerate(gradients_KP)
+        )
     return total_P.detach()
 
 
@@ -249,11 +293,17 @@ def test_the_others_are_biased() -> None:
     """The first turn's part of `mt_grpo` is right up to scale: it credits what later turns earn to the first turn alone."""
     policy = environment(stops=True)
     for size in SIZES:
-        for name, options in {"mt_grpo": {}, "turn_grpo": {"gamma": 1.0}, "gigpo": {"gamma": 1.0}}.items():
+        for name, options in {
+            "mt_grpo": {},
+            "turn_grpo": {"gamma": 1.0},
+            "gigpo": {"gamma": 1.0},
+        }.items():
             found_P = policy.expected_gradient(name, options | PLAIN, size=size)
             assert compared(found_P, _truth(policy))[1] > 0.02
             if name == "mt_grpo":  # the first turn's logits
-                torch.testing.assert_close(found_P[:3], (1 - 1 / size) * _truth(policy)[:3], rtol=0, atol=EXACT)
+                torch.testing.assert_close(
+                    found_P[:3], (1 - 1 / size) * _truth(policy)[:3], rtol=0, atol=EXACT
+                )
 
 
 def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not() -> None:
@@ -261,7 +311,10 @@ def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_
     exact_P = _truth(policy)
     options = {"gamma": 1.0, **PLAIN}
     _close(policy.expected_gradient("turn_grpo", options), 2 / 3 * exact_P)
-    assert compared(policy.expected_gradient("turn_grpo", {**options, "deviation": True}), exact_P)[1] > 0.02
+    assert (
+        compared(policy.expected_gradient("turn_grpo", {**options, "deviation": True}), exact_P)[1]
+        > 0.02
+    )
 
 
 def test_denominators_that_the_policy_chooses() -> None:
@@ -269,5 +322,7 @@ def test_denominators_that_the_policy_chooses() -> None:
     for denominator in ("tokens", "response"):
         for stops in (True, False):
             policy = environment(stops=stops)
-            _, rest = compared(policy.expected_gradient("turn_rloo", {}, denominator=denominator), _truth(policy))
+            _, rest = compared(
+                policy.expected_gradient("turn_rloo", {}, denominator=denominator), _truth(policy)
+            )
             assert rest > 0.02 if stops else rest < EXACT

@@ -80,13 +80,24 @@ def talks_of(seed: int, *, masked: bool = False) -> list[Talk]:
         turns = ["a" * draw.randint(1, 3) for _ in range(draw.randint(1, 4))]
         answers = [draw.choice(["yes", "no"]) for _ in turns[1:]]
         rewards = [draw.choice([0.0, 0.5, 1.0, -0.25]) for _ in answers]
-        talks.append(Talk(turns, answers, rewards, draw.choice([0.0, 1.0, 0.3]), group, masked and draw.random() < 0.1))
+        talks.append(
+            Talk(
+                turns,
+                answers,
+                rewards,
+                draw.choice([0.0, 1.0, 0.3]),
+                group,
+                masked and draw.random() < 0.1,
+            )
+        )
     return talks
 
 
 def _return(talk: Talk, turn: int, gamma: float) -> float:
     rewards = [*talk.rewards, talk.outcome]
-    return math.fsum(gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
+    return math.fsum(
+        gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards))
+    )
 
 
 def _compared(value: float, returns: list[float], deviation: bool, epsilon: float = 1e-6) -> float:
@@ -96,11 +107,15 @@ def _compared(value: float, returns: list[float], deviation: bool, epsilon: floa
     return (value - statistics.fmean(returns)) / divisor
 
 
-def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0, stopped: str = "left_out") -> list[float]:
+def plain_turn_rloo(
+    talk: Talk, group: list[Talk], gamma: float = 1.0, stopped: str = "left_out"
+) -> list[float]:
     siblings = [sibling for sibling in group if sibling is not talk]
     values = []
     for turn in range(len(talk.turns)):
-        with_turn = [_return(sibling, turn, gamma) for sibling in siblings if len(sibling.turns) > turn]
+        with_turn = [
+            _return(sibling, turn, gamma) for sibling in siblings if len(sibling.turns) > turn
+        ]
         if stopped == "zero":
             with_turn += [0.0] * (len(siblings) - len(with_turn))
         instead = [_return(sibling, 0, gamma) for sibling in siblings] or [0.0]
@@ -108,7 +123,9 @@ def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0, stopped: 
     return values
 
 
-def plain_mt_grpo(talk: Talk, group: list[Talk], alpha: float = 1.0, deviation: bool = True) -> list[float]:
+def plain_mt_grpo(
+    talk: Talk, group: list[Talk], alpha: float = 1.0, deviation: bool = True
+) -> list[float]:
     """Its authors' assignment: ``assigned = outcome + alpha * turn * before_result``, or ``combined`` without a result."""
 
     def advantage(value: Callable[[Talk], float]) -> float:
@@ -123,7 +140,9 @@ def plain_mt_grpo(talk: Talk, group: list[Talk], alpha: float = 1.0, deviation: 
     ]
 
 
-def plain_turn_grpo(talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True) -> list[float]:
+def plain_turn_grpo(
+    talk: Talk, group: list[Talk], gamma: float = 0.9, deviation: bool = True
+) -> list[float]:
     values = []
     for turn in range(len(talk.turns)):
         returns = [_return(member, turn, gamma) for member in group if len(member.turns) > turn]
@@ -138,7 +157,10 @@ def plain_gigpo(
     values = []
     for turn, heard in enumerate(["", *talk.replies]):
         places = [
-            (member, place) for member in group for place, answer in enumerate(["", *member.replies]) if answer == heard
+            (member, place)
+            for member in group
+            for place, answer in enumerate(["", *member.replies])
+            if answer == heard
         ]
         returns = [_return(member, place, gamma) for member, place in places]
         values.append(outcome + omega * _compared(_return(talk, turn, gamma), returns, deviation))
@@ -159,7 +181,9 @@ def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
     """Token advantages of the tokens that the model wrote."""
     advantages = []
     for talk in talks:
-        of_turns = PLAIN[name][0](talk, [member for member in talks if member.group == talk.group], **options)
+        of_turns = PLAIN[name][0](
+            talk, [member for member in talks if member.group == talk.group], **options
+        )
         of_tokens = [value for turn, value in zip(talk.turns, of_turns, strict=True) for _ in turn]
         advantages.append([0.0] * len(of_tokens) if talk.masked else of_tokens)
     return advantages
@@ -190,7 +214,9 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
             for turn_values, talk, expected_values in zip(
                 advantages, trained, plain(name, trained, **options), strict=True
             ):
-                of_tokens = list(zip(turns_to_tokens(turn_values, talk.written), talk.written, strict=True))
+                of_tokens = list(
+                    zip(turns_to_tokens(turn_values, talk.written), talk.written, strict=True)
+                )
                 assert [value for value, wrote in of_tokens if wrote] == pytest.approx(
                     expected_values, rel=1e-10, abs=1e-10
                 )
@@ -198,18 +224,33 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
 
 
 THREE = Talk(["a", "b", "c"], ["x", "y"], [1.0, 2.0], 8.0)
-ALIGNED = list(map(json.loads, Path(__file__).with_name("aligned.jsonl").read_text(encoding="utf-8").splitlines()))
+ALIGNED = list(
+    map(
+        json.loads,
+        Path(__file__).with_name("aligned.jsonl").read_text(encoding="utf-8").splitlines(),
+    )
+)
 """Of a response of three turns: a list of rewards, options, and each turn's advantage."""
 
 
 def test_how_rewards_by_turn_are_aligned() -> None:
-    arrays = {"rewards": np.array([[1.0, 0.5], [2.0, 1.0]]), "options": {}, "advantages": [12.5, 11, 8]}
+    arrays = {
+        "rewards": np.array([[1.0, 0.5], [2.0, 1.0]]),
+        "options": {},
+        "advantages": [12.5, 11, 8],
+    }
     for case in [*ALIGNED, arrays]:
         rewards = [0.0] if case["options"].get("align") == "turns" else []
-        r = batch_of([THREE, Talk(["a"], [], [], 0.0)], fields={"tool_rewards": [case["rewards"], rewards]})
-        assert token_advantages(build("turn_rloo", case["options"]), r)[0] == case["advantages"], case
+        r = batch_of(
+            [THREE, Talk(["a"], [], [], 0.0)], fields={"tool_rewards": [case["rewards"], rewards]}
+        )
+        assert token_advantages(build("turn_rloo", case["options"]), r)[0] == case["advantages"], (
+            case
+        )
     talks = [THREE, Talk(["a"], [], [0.5, 0.25, 0.25], 0.0)]
-    assert token_advantages(build("turn_rloo"), batch_of(talks)) == [[10, 9, 7], [-10]], "all calls of the only turn"
+    assert token_advantages(build("turn_rloo"), batch_of(talks)) == [[10, 9, 7], [-10]], (
+        "all calls of the only turn"
+    )
 
 
 UNCERTAIN: list[Any] = [
@@ -224,7 +265,9 @@ UNCERTAIN: list[Any] = [
 
 
 @each_method
-def test_what_is_uncertain_trains_nothing_and_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_uncertain_trains_nothing_and_is_named(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """And is compared with nothing: rewards of no certain turn, and an outcome that is not finite."""
     method = build(name)
     talks = talks_of(3)
@@ -254,10 +297,20 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     rewards = [[reward] for reward in (*talk.rewards, None)]
     rows = []
     for start, stop in pairwise([0, *cuts, len(talk.turns)]):
-        rows.append(Talk(talk.turns[start:stop], talk.replies[start : stop - 1], rewards[start:stop], NAN, talk.group))
+        rows.append(
+            Talk(
+                talk.turns[start:stop],
+                talk.replies[start : stop - 1],
+                rewards[start:stop],
+                NAN,
+                talk.group,
+            )
+        )
     rows[-1].outcome = talk.outcome
     for at in cuts:
-        talk.replies[at - 1] = f"{id(talk)} {at}"  # no other turn begins like the first of a further row
+        talk.replies[at - 1] = (
+            f"{id(talk)} {at}"  # no other turn begins like the first of a further row
+        )
     return rows
 
 
@@ -278,7 +331,9 @@ def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
             rows += parts
             sessions += [(number, place) for place in range(len(parts))]
         order = draw.sample(range(len(rows)), len(rows))
-        r = batch_of([rows[place] for place in order], sessions=[sessions[place] for place in order])
+        r = batch_of(
+            [rows[place] for place in order], sessions=[sessions[place] for place in order]
+        )
         by_place = dict(zip(order, token_advantages(build(name), r), strict=True))
         joined: list[list[float]] = [[] for _ in talks]
         for place, (number, _) in enumerate(sessions):
@@ -289,11 +344,17 @@ def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
 def test_plain_lists_with_sessions_and_without_certainty(caplog: pytest.LogCaptureFixture) -> None:
     by_response = turn_advantages([[0.5, [1, 1], None], [0.0], [2.0]], [1.0, 0.0, None], "ppp")
     assert by_response == [[2.5, 2.0, 0.0], [-2.75], [0.25]]
-    rows = turn_advantages([[0.5, [1, 1]], [0.0], [None], [2.0]], [7.0, 0.0, 1.0, 0.0], "pppp", sessions="abac")
+    rows = turn_advantages(
+        [[0.5, [1, 1]], [0.0], [None], [2.0]], [7.0, 0.0, 1.0, 0.0], "pppp", sessions="abac"
+    )
     assert rows == [[2.5, 2.0], [-2.75], [0.0], [0.25]]
-    without = turn_advantages([[math.inf], [0.0], [2.0]], [0.0] * 3, "ppp", keys=["first", "b", "c"])
+    without = turn_advantages(
+        [[math.inf], [0.0], [2.0]], [0.0] * 3, "ppp", keys=["first", "b", "c"]
+    )
     assert without == [[0.0], [-2.0], [2.0]] and "first" in caplog.text and "inf" in caplog.text
-    assert turn_advantages([[0.2, 0.5], [0.0]], [0.0, 0.0], "pp", differences=True)[0] == pytest.approx([0.5, 0.3])
+    assert turn_advantages([[0.2, 0.5], [0.0]], [0.0, 0.0], "pp", differences=True)[
+        0
+    ] == pytest.approx([0.5, 0.3])
     assert turn_advantages([], [], []) == [] and turn_advantages([[]], [1.0], ["p"]) == [[]]
 
 
@@ -325,7 +386,10 @@ PICTURES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, [RIGHT, WRONG.replace("#", "."), NONE, UNTRAINED]),
     ({"gate": "wrong", "elsewhere": 1}, ["1" * 23, WRONG, "1" * 10, UNTRAINED]),
     ({"gate": "all", "inside": 3, "outside": 0.5}, [RIGHT, WRONG, NONE, UNTRAINED]),
-    ({"expression": r"=7(?P<content>, 7)"}, [".....###...............", NONE + "....", NONE, UNTRAINED]),
+    (
+        {"expression": r"=7(?P<content>, 7)"},
+        [".....###...............", NONE + "....", NONE, UNTRAINED],
+    ),
 ]
 """Inside is #, outside a dot, and 1 a weight of 1; the last character is the end token."""
 
@@ -339,7 +403,10 @@ def test_what_matches_is_inside() -> None:
 
 
 def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
-    w = weighed(Pattern(expression="(a|aa)+$"), batch_of([sentence(1.0, "a" * 60 + "b"), sentence(1.0, "baa")]))
+    w = weighed(
+        Pattern(expression="(a|aa)+$"),
+        batch_of([sentence(1.0, "a" * 60 + "b"), sentence(1.0, "baa")]),
+    )
     assert w.failed.tolist() == [True, False]
     assert w.weights[0].tolist() == [1.0] * 62 and w.weights[1, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
 
@@ -360,7 +427,9 @@ STEPS = StepValues(separator=";+")  # the tokenizer has no line feed
 
 def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
     """Over characters, with sums over all pairs of responses."""
-    steps_of = {id(row): re.findall(r"[^;]*;+|[^;]+$", row.text.removesuffix(END)) or [""] for row in rows}
+    steps_of = {
+        id(row): re.findall(r"[^;]*;+|[^;]+$", row.text.removesuffix(END)) or [""] for row in rows
+    }
     used = [row for row in rows if not row.masked and math.isfinite(row.advantage)]
 
     def state(line: str) -> Any:
@@ -370,7 +439,9 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
     def value(row: Talk, place: int) -> float:
         if place == len(steps_of[id(row)]) - 1:
             return row.advantage
-        siblings = [(sibling, steps_of[id(sibling)]) for sibling in used if sibling.group == row.group]
+        siblings = [
+            (sibling, steps_of[id(sibling)]) for sibling in used if sibling.group == row.group
+        ]
         current = state(steps_of[id(row)][place])
         same_state = []
         for sibling, steps in siblings:
@@ -385,7 +456,9 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
         for place, step in enumerate(steps_of[id(row)] if row in used else ()):
             out += [value(row, place) - earlier] * len(step)
             earlier = value(row, place)
-        advantages.append([*out, out[-1] if out else row.advantage] if row in used else [0.0] * len(row.written))
+        advantages.append(
+            [*out, out[-1] if out else row.advantage] if row in used else [0.0] * len(row.written)
+        )
     return advantages
 
 
@@ -395,9 +468,15 @@ def test_step_values_against_loops(seed: int) -> None:
     draw = random.Random(seed)
     rows = []
     for group in [*range(3)] * 8:
-        steps = [draw.choice(["1=-2", "so 3", "say", "say it", "4"]) for _ in range(draw.randint(1, 4))]
-        text = "".join(step + draw.choice([";", ";;"]) for step in steps).rstrip(";" * draw.randint(0, 1))
-        advantage = draw.choice([0.0, 0.5, 1.25, -0.75, *([math.nan, -math.inf] if seed % 2 else [])])
+        steps = [
+            draw.choice(["1=-2", "so 3", "say", "say it", "4"]) for _ in range(draw.randint(1, 4))
+        ]
+        text = "".join(step + draw.choice([";", ";;"]) for step in steps).rstrip(
+            ";" * draw.randint(0, 1)
+        )
+        advantage = draw.choice(
+            [0.0, 0.5, 1.25, -0.75, *([math.nan, -math.inf] if seed % 2 else [])]
+        )
         rows.append(sentence(advantage, text, group, masked=draw.random() < 0.15))
     for shrink in (1.0, 0.0, 2.5):
         advantages = token_advantages(StepValues(separator=";+", shrink=shrink), batch_of(rows))
@@ -420,13 +499,29 @@ def test_no_method_trains_a_masked_row() -> None:
         def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
             return torch.ones(r.mask.shape)
 
-    advantages = token_advantages(Careless(), batch_of([sentence(0.5, "a"), sentence(-0.5, "b", masked=True)]))
+    advantages = token_advantages(
+        Careless(), batch_of([sentence(0.5, "a"), sentence(-0.5, "b", masked=True)])
+    )
     assert advantages == [[1.0, 1.0], [0.0, 0.0]]
 
 
 RESULTS = {
-    **{"so 1,200.50 it is": "1200.5", "-0.0": "0", "= -007": "-7", "+3.": "3", "10-3": "3", "x-3, y=-4": "-4"},
-    **{"(1)-3": "3", "(3,4)": "4", "1,2345": "2345", "12,345,678": "12345678", " a  b\n": "a b", "12, then": "12"},
+    **{
+        "so 1,200.50 it is": "1200.5",
+        "-0.0": "0",
+        "= -007": "-7",
+        "+3.": "3",
+        "10-3": "3",
+        "x-3, y=-4": "-4",
+    },
+    **{
+        "(1)-3": "3",
+        "(3,4)": "4",
+        "1,2345": "2345",
+        "12,345,678": "12345678",
+        " a  b\n": "a b",
+        "12, then": "12",
+    },
 }
 
 

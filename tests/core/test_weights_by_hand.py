@@ -55,13 +55,26 @@ class Advantages(AdvantageMethod):
     uses = "logits"
 
 
-def rollouts(lengths: Sequence[int], spans: Sequence[Any], advantages: Sequence[float], **parts: Any) -> Rollouts:
+def rollouts(
+    lengths: Sequence[int], spans: Sequence[Any], advantages: Sequence[float], **parts: Any
+) -> Rollouts:
     return rollouts_of([[0] * length for length in lengths], advantages, spans=spans, **parts)
 
 
-def run(scores: Any, r: Rollouts, chosen: Sequence[bool], base: type[BaseMethod] = Doubled, /, **body: Any) -> Weighed:
+def run(
+    scores: Any,
+    r: Rollouts,
+    chosen: Sequence[bool],
+    base: type[BaseMethod] = Doubled,
+    /,
+    **body: Any,
+) -> Weighed:
     """By a class with other parts, which chooses these responses."""
-    body_by_default = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}, "uses": "logits"}
+    body_by_default = {
+        "select": lambda self, r: torch.tensor(chosen),
+        "names": {"doubled": {}},
+        "uses": "logits",
+    }
     return weighed(type("Chosen", (base,), body_by_default | body)(), r, torch.as_tensor(scores))
 
 
@@ -69,7 +82,12 @@ def maps_to(values: torch.Tensor, **bounds: float) -> dict[str, Any]:
     return {"weights": lambda self, *_: Weights(values, **bounds)}
 
 
-SPANS = [AnswerSpan(2, 3, 4, 4), AnswerSpan(0, 1, 2, 2), AnswerSpan(2, 2, 3, 3), AnswerSpan(2, 3, 3, 4)]
+SPANS = [
+    AnswerSpan(2, 3, 4, 4),
+    AnswerSpan(0, 1, 2, 2),
+    AnswerSpan(2, 2, 3, 3),
+    AnswerSpan(2, 3, 3, 4),
+]
 FOUR = rollouts([4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0], columns={"entropy": torch.ones(4, 4)})
 ONES = [[1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
 """Of all but the first."""
@@ -88,18 +106,32 @@ def test_weights_before_the_answer_and_elsewhere() -> None:
     assert w.high.tolist() == [[False, True, False, False], *nothing]
     assert torch.equal(w.advantages, w.weights * FOUR.advantages[:, None])
     w = run(torch.full((1, 3), 5.0), rollouts([3], [None], [-1.0]), [True])
-    assert w.weights.tolist() == [[1.0] * 3] and not w.by_score.any() and not w.failed.any(), "without an answer"
+    assert w.weights.tolist() == [[1.0] * 3] and not w.by_score.any() and not w.failed.any(), (
+        "without an answer"
+    )
     for elsewhere in (0.0, 1.0, 2.0):
-        w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.full((4, 4), 3.0), elsewhere=elsewhere))
+        w = run(
+            torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.full((4, 4), 3.0), elsewhere=elsewhere)
+        )
         assert w.weights[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
 
 
 def test_what_a_map_may_give() -> None:
     """Weights that are not finite fall back to 1; 0 is one; what is not read may be anything."""
-    w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.tensor([[2.0, NAN, 1, 1], [NAN] * 4, [1] * 4, [NAN] * 4])))
+    w = run(
+        torch.ones(4, 4),
+        FOUR,
+        CHOSEN,
+        **maps_to(torch.tensor([[2.0, NAN, 1, 1], [NAN] * 4, [1] * 4, [NAN] * 4])),
+    )
     assert torch.equal(w.weights, FOUR.mask.float())
     assert w.failed.tolist() == [True, False, False, False], "response 1 reads none of them"
-    w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.tensor([[0, 2.0, -1, -1], [-1] * 4, [1] * 4, [-1] * 4])))
+    w = run(
+        torch.ones(4, 4),
+        FOUR,
+        CHOSEN,
+        **maps_to(torch.tensor([[0, 2.0, -1, -1], [-1] * 4, [1] * 4, [-1] * 4])),
+    )
     assert w.weights.tolist() == [[0.0, 2.0, 1.0, 1.0], *ONES]
 
 
@@ -109,12 +141,24 @@ def test_given_advantages() -> None:
     scores = [[-5.0, 0.0, 6.0], [1.0, NAN, 1.0], [9.0] * 3, [8.0] * 3]
     w = run(scores, r, [True, True, False, True], Advantages)
     assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
-    assert torch.equal(w.weights, r.mask.float()) and w.failed.tolist() == [False, True, False, True]
-    assert w.by_score.tolist() == [[True] * 3, *[[False] * 3] * 3] and not w.low.any() and not w.high.any()
+    assert torch.equal(w.weights, r.mask.float()) and w.failed.tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert (
+        w.by_score.tolist() == [[True] * 3, *[[False] * 3] * 3]
+        and not w.low.any()
+        and not w.high.any()
+    )
     w = run(scores, r, [True, True, False, True], Advantages, non_finite_trains=False)
     assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [0.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
     w = run(scores, r, [False] * 4, Advantages)
-    assert w.advantages.tolist() == [[1.0] * 3, [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3] and not w.by_score.any()
+    assert (
+        w.advantages.tolist() == [[1.0] * 3, [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
+        and not w.by_score.any()
+    )
 
 
 class OfRows(Given):
@@ -127,30 +171,47 @@ class OfRows(Given):
 def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
     body = {"scores": lambda self, r, of_pass: of_pass.double() * len(r.responses)}
     w = run(torch.arange(16.0).reshape(4, 4), FOUR, [False, True, True, False], **body)
-    expected = torch.tensor([[NAN] * 4, [16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN], [NAN] * 4])
+    expected = torch.tensor(
+        [[NAN] * 4, [16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN], [NAN] * 4]
+    )
     torch.testing.assert_close(w.scores, expected, equal_nan=True, rtol=0, atol=0)
     w = weigh(FOUR, Doubled(statistics="response"), OfRows(torch.tensor([4.0, 2.0])))
-    torch.testing.assert_close(w.scores, torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4), equal_nan=True)
+    torch.testing.assert_close(
+        w.scores, torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4), equal_nan=True
+    )
     with pytest.raises(ValueError, match=r"^doubled: .* 4 scores for a response of 3 tokens"):
         weigh(FOUR, Doubled(), OfRows(torch.zeros(4)))
 
 
 OPTIONS: dict[str, list] = {
     **{"statistics": ["response", "reasoning"], "gate": ["wrong", "correct", "all"]},
-    **{"weight_mean": [0.75, 2.0], "weight_std": [0.1, 2.0], "weight_min": [0.0, 0.9], "weight_max": [1.2, 3.0]},
-    **{"content_weight": [0.0, 1.0, 4.0], "content_outside_gate": [False, True], "normalize_mass": [False, True]},
+    **{
+        "weight_mean": [0.75, 2.0],
+        "weight_std": [0.1, 2.0],
+        "weight_min": [0.0, 0.9],
+        "weight_max": [1.2, 3.0],
+    },
+    **{
+        "content_weight": [0.0, 1.0, 4.0],
+        "content_outside_gate": [False, True],
+        "normalize_mass": [False, True],
+    },
     **{"reshaper": ["log_zscore", "bilevel", "power", "mean_ratio"], "control": ["answer"]},
 }
 
 
 def some_of(options: dict[str, list]) -> Any:
     """Any of the options with any of their values."""
-    return st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in options.items()})
+    return st.fixed_dictionaries(
+        {}, optional={name: st.sampled_from(values) for name, values in options.items()}
+    )
 
 
 @few(80)
 @given(st.integers(0, 10_000), st.sampled_from(["official", "robust"]), some_of(OPTIONS))
-def test_grail_of_random_batches_against_the_plain_computation(seed: int, preset: str, options: dict) -> None:
+def test_grail_of_random_batches_against_the_plain_computation(
+    seed: int, preset: str, options: dict
+) -> None:
     """Any span and length, tokens between that do not train, scores over many orders of magnitude with zeros among them."""
     config = Grail(preset, **options)
     rows = random_rows(seed)
@@ -161,8 +222,14 @@ def test_grail_of_random_batches_against_the_plain_computation(seed: int, preset
     of_pass = torch.where(zero, 0.0, (3 * sizes - 3).exp())
     got = weighed(config, r, of_pass)
     assert not got.failed.any()
-    for row, scores, weights, answer in zip(rows, of_pass, got.weights, r.known_spans["first"], strict=True):
-        span = None if answer is None else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(answer))
+    for row, scores, weights, answer in zip(
+        rows, of_pass, got.weights, r.known_spans["first"], strict=True
+    ):
+        span = (
+            None
+            if answer is None
+            else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(answer))
+        )
         scored = scores[row.tokens].tolist()
         resolved = reference.resolve(preset, **options)
         expected = reference.row_weights(scored, span, row.advantage, resolved)
@@ -178,7 +245,10 @@ MISTAKES: tuple[dict[str, Any], ...] = (
     maps_to(torch.tensor([[1, -0.1, 1, 1]]).expand(4, 4)),
     {"scores": lambda self, r, _: torch.ones(4, 2)},
     {"scores": lambda self, r, _: [1.0]},
-    {"uses": "", "scores": lambda self, r, _: r.columns["entropy"]},  # which it does not say that it reads
+    {
+        "uses": "",
+        "scores": lambda self, r, _: r.columns["entropy"],
+    },  # which it does not say that it reads
 )
 
 
@@ -198,21 +268,33 @@ def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
     tokens = torch.tensor([5, 9, 2, 7, 1, 8, 3, 4])
     prepared = method.prepare(Row(tokens, 3, 5, None, -1.0, 0, 0), tokenizer)
     assert prepared.tokens.tolist() == tokens[:6].tolist(), "nothing after the target matters"
-    (got,) = method.run([prepared], HuggingFaceModel(model, tokenizer, 0.5, torch.device("cpu"), None, 0))
+    (got,) = method.run(
+        [prepared], HuggingFaceModel(model, tokenizer, 0.5, torch.device("cpu"), None, 0)
+    )
 
     hidden = model.get_input_embeddings()(tokens).detach().requires_grad_()
     log_probs = (model(inputs_embeds=hidden[None]).logits[0] / 0.5).log_softmax(-1)
     (gradient,) = torch.autograd.grad(log_probs[4, tokens[5]], hidden)
     saliency = (gradient * hidden).norm(dim=-1).detach()
     first = 2 if alignment == "predictor" else 3
-    torch.testing.assert_close(got.scores, torch.cat([saliency[first:6], torch.zeros(5)])[:5], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        got.scores, torch.cat([saliency[first:6], torch.zeros(5)])[:5], rtol=1e-4, atol=1e-7
+    )
     assert (got.scores > 0).sum() == 5 - first
     torch.testing.assert_close(got.norms, gradient.norm(dim=-1)[2:5], rtol=1e-4, atol=1e-7)
 
 
 def test_a_reward_is_right_above_0() -> None:
     rewards = (1.0, 0.25, 0.0, -1.0, None, NAN, INF)
-    assert [outcome_of(reward) for reward in rewards] == ["right", "right", "wrong", "wrong", None, None, None]
+    assert [outcome_of(reward) for reward in rewards] == [
+        "right",
+        "right",
+        "wrong",
+        "wrong",
+        None,
+        None,
+        None,
+    ]
 
 
 def test_a_reward_trains_up_to_the_largest() -> None:
@@ -223,7 +305,12 @@ def test_a_reward_trains_up_to_the_largest() -> None:
 
 LOW = 0.125
 """An entropy below the threshold of `stare`."""
-BY_HAND = list(map(json.loads, Path(__file__).with_name("columns.jsonl").read_text(encoding="utf-8").splitlines()))
+BY_HAND = list(
+    map(
+        json.loads,
+        Path(__file__).with_name("columns.jsonl").read_text(encoding="utf-8").splitlines(),
+    )
+)
 """What the random responses below have not: advantage, log-probabilities, entropies and span of each response, and weights."""
 
 
@@ -261,8 +348,17 @@ MAP_OPTIONS: dict[str, dict[str, list]] = {
     "top": {"k": [1, 3], "share": [None, 0.2, 0.25, 0.4, 0.7, 1.0]},
     "power": {"exponent": [0.5, 1.0, 1.5, 2.0, 3.5]},
     "mean_ratio": {"beta": [0.1, 0.5, 1.0, 3.0]},
-    "bilevel": {"quantile": [0.0, 0.25, 0.63, 1.0], "boost": [0.0, 1.0, 2.0], "quantile_rule": ["linear", "sorted"]},
-    "log_zscore": {"weight_mean": [1, 2], "weight_std": [0.5, 2], "weight_min": [0.5, 0.9], "weight_max": [2.5, 5]},
+    "bilevel": {
+        "quantile": [0.0, 0.25, 0.63, 1.0],
+        "boost": [0.0, 1.0, 2.0],
+        "quantile_rule": ["linear", "sorted"],
+    },
+    "log_zscore": {
+        "weight_mean": [1, 2],
+        "weight_std": [0.5, 2],
+        "weight_min": [0.5, 0.9],
+        "weight_max": [2.5, 5],
+    },
 }
 OF_ROWS = {"gate": ["wrong", "correct", "all"], "statistics": ["reasoning", "response"]}
 OF_METHOD: dict[str, dict[str, list]] = {
@@ -271,7 +367,12 @@ OF_METHOD: dict[str, dict[str, list]] = {
     "high_entropy": {"rho": [0.2, 0.05, 0.5, 1.0], "denominator": ["selected", "all"]},
     "entropy_bonus": {"alpha": [0.4, 0.1, 3.0], "kappa": [2.0, 1.25, 10.0]},
     "probability": {"alpha": [0.2, 0.3, 1.0]},
-    "stare": {"variant": ["O1", "C2"], "threshold": [0.3, 1, 10], "share": [0.1, 0.35, 1], "strength": [0.1, 1]},
+    "stare": {
+        "variant": ["O1", "C2"],
+        "threshold": [0.3, 1, 10],
+        "share": [0.1, 0.35, 1],
+        "strength": [0.1, 1],
+    },
     "polarity": {
         "right": [1, 0.1],
         "wrong": [1, 0],
@@ -282,12 +383,21 @@ OF_METHOD: dict[str, dict[str, list]] = {
 }
 
 
-CASES = [(name, reshaper) for name, options in OF_METHOD.items() for reshaper in (OURS if options is OF_ROWS else [""])]
+CASES = [
+    (name, reshaper)
+    for name, options in OF_METHOD.items()
+    for reshaper in (OURS if options is OF_ROWS else [""])
+]
 
 
 @pytest.mark.parametrize(("name", "reshaper"), CASES)
 @few(40)
-@given(data=st.data(), seed=st.integers(0, 10_000), extra=st.integers(0, 2), normalize_mass=st.booleans())
+@given(
+    data=st.data(),
+    seed=st.integers(0, 10_000),
+    extra=st.integers(0, 2),
+    normalize_mass=st.booleans(),
+)
 def test_against_loops(
     name: str, reshaper: str, data: st.DataObject, seed: int, extra: int, normalize_mass: bool
 ) -> None:
@@ -299,7 +409,9 @@ def test_against_loops(
     config = dict(options)
     of_map = {}
     if reshaper:
-        of_map = {key: data.draw(st.sampled_from(values)) for key, values in MAP_OPTIONS[reshaper].items()}
+        of_map = {
+            key: data.draw(st.sampled_from(values)) for key, values in MAP_OPTIONS[reshaper].items()
+        }
         of_map |= {"k": 1} if of_map.get("share") else {}
         options["reshaper"] = reshaper
         config = options | {"reshaper_options": of_map}
@@ -307,7 +419,9 @@ def test_against_loops(
     got = weights_of(method, rows, extra=extra)
     close(got, plain_weights.METHODS[name](rows, **options, **of_map), 1e-5)
     if name not in ("high_entropy", "stare", "steer"):
-        assert got == [weights_of(method, [row])[0] for row in rows], "a response weighs the same alone"
+        assert got == [weights_of(method, [row])[0] for row in rows], (
+            "a response weighs the same alone"
+        )
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -319,7 +433,12 @@ def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: st
             weights = MAPS[name].function(scores, torch.ones_like(scores).bool()).values
             assert name == "top" or weights[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
     for shape in ((0, 4), (3, 0), (0, 0)):
-        assert MAPS[name].function(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).values.shape == shape
+        assert (
+            MAPS[name]
+            .function(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
+            .values.shape
+            == shape
+        )
 
 
 def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:

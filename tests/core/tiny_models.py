@@ -46,22 +46,41 @@ def encode(text: str) -> list[int]:
 
 
 SIZES = {
-    **{"vocab_size": len(CHARACTERS) + 2, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3},
+    **{
+        "vocab_size": len(CHARACTERS) + 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "head_dim": 8,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+    },
     **{"pad_token_id": PAD_ID, "bos_token_id": None, "eos_token_id": END_ID, "dtype": "float32"},
 }
 
 
-def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, seed: int = 0, **options: Any) -> Any:
+def tiny_model(
+    family: str = "qwen3", *, tied: bool = False, layers: int = 4, seed: int = 0, **options: Any
+) -> Any:
     """A freshly drawn float32 model in evaluation mode; ``options`` go into its configuration."""
     sizes = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": tied, **options}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config({"qwen3": Qwen3Config, "llama": LlamaConfig}[family](**sizes))
+        model = AutoModelForCausalLM.from_config(
+            {"qwen3": Qwen3Config, "llama": LlamaConfig}[family](**sizes)
+        )
     return model.eval()
 
 
-_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 _DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {"linear_num_key_heads": 2}
 _DELTA["linear_num_value_heads"] = 4
@@ -70,9 +89,22 @@ FAMILY_SIZES = {
     **{"vocab_size": 100, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 2),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "num_experts", "num_local_experts"), 4),
-    **{"num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 8, "bos_token_id": 97, "dtype": "float32"},
-    **{"initializer_range": 0.3, "tie_word_embeddings": False, "is_decoder": True, "intermediate_size": 64},
+    **dict.fromkeys(
+        ("num_attention_heads", "num_heads", "n_head", "num_experts", "num_local_experts"), 4
+    ),
+    **{
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "bos_token_id": 97,
+        "dtype": "float32",
+    },
+    **{
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "is_decoder": True,
+        "intermediate_size": 64,
+    },
 }
 """Of every configuration that has such an option."""
 
@@ -89,7 +121,9 @@ class Family:
         """The tiny configuration, with other sizes where they are given."""
         config_class = transformers.CONFIG_MAPPING[self.model_type]
         names = {*inspect.signature(config_class.__init__).parameters, "dtype"}
-        sizes_of_class = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names}
+        sizes_of_class = {
+            name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names
+        }
         return config_class(**sizes_of_class | self.options, attn_implementation=self.attention)
 
     def build(self, **sizes: Any) -> PreTrainedModel:
@@ -145,7 +179,9 @@ class Batch:
 
     def of_responses(self, values_BL: torch.Tensor) -> list[list[float]]:
         """Each response's values."""
-        return [row[mask == 1].tolist() for row, mask in zip(values_BL, self.response_mask, strict=True)]
+        return [
+            row[mask == 1].tolist() for row, mask in zip(values_BL, self.response_mask, strict=True)
+        ]
 
 
 def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -> Batch:
@@ -164,7 +200,9 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
         rows[0].append([PAD_ID] * padding_before + prompt + response + [PAD_ID] * right)
         rows[1].append([0] * padding_before + [1] * (p + r) + [0] * right)
         rows[2].append([0] * (padding_before + p) + [1] * r + [0] * right)
-    return Batch(*map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts]))
+    return Batch(
+        *map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts])
+    )
 
 
 _LINES = Path(__file__).with_name("rollouts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -172,12 +210,18 @@ ROLLOUTS = {line.pop("name"): Rollout(**line) for line in map(json.loads, _LINES
 """By what is special about their answer."""
 
 
-def compute(model: Any, batch: Batch, method: Method, tokenizer: Any = None, **parts: Any) -> TokenWeights:
+def compute(
+    model: Any, batch: Batch, method: Method, tokenizer: Any = None, **parts: Any
+) -> TokenWeights:
     """By the plain function, with the tokenizer of single characters."""
-    return compute_token_weights(model, tokenizer or char_tokenizer(), *batch.tensors(), method, **parts)
+    return compute_token_weights(
+        model, tokenizer or char_tokenizer(), *batch.tensors(), method, **parts
+    )
 
 
-def plain_columns(model: Any, prompt: list[int], response: list[int], temperature: float) -> tuple[list, list]:
+def plain_columns(
+    model: Any, prompt: list[int], response: list[int], temperature: float
+) -> tuple[list, list]:
     """Log-probabilities and entropies of a response: alone, by all logits and in loops."""
     with torch.no_grad():
         logits_SV = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
@@ -187,5 +231,7 @@ def plain_columns(model: Any, prompt: list[int], response: list[int], temperatur
         exponentials = [math.exp(value) for value in logits_V]
         total = math.fsum(exponentials)
         log_probs.append(math.log(exponentials[token] / total))
-        entropies.append(-math.fsum(value / total * math.log(value / total) for value in exponentials))
+        entropies.append(
+            -math.fsum(value / total * math.log(value / total) for value in exponentials)
+        )
     return log_probs, entropies

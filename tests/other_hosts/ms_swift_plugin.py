@@ -14,7 +14,9 @@ from swift.trainers.trainer_factory import TrainerFactory
 
 from verl_cpu.tiny.task import boxed_answer
 
-FIRST_FAULT = 2  # the step from which one advantage a response reaches the loss, which a receipt must find
+FIRST_FAULT = (
+    2  # the step from which one advantage a response reaches the loss, which a receipt must find
+)
 module, name = TrainerFactory.TRAINER_MAPPING["grpo"].rsplit(".", 1)
 TokenWeightGRPOTrainer: Any = getattr(importlib.import_module(module), name)
 
@@ -23,12 +25,18 @@ class Boxed(ORM):
     """1 where the last box holds the answer."""
 
     def __call__(self, completions: list[str], solution: list[str], **_: Any) -> list[float]:
-        return [float(boxed_answer(text) == answer) for text, answer in zip(completions, solution, strict=True)]
+        return [
+            float(boxed_answer(text) == answer)
+            for text, answer in zip(completions, solution, strict=True)
+        ]
 
 
 class RecordedTrainer(TokenWeightGRPOTrainer):
     def _postprocess_batch(self, samples: list[Any], batches: list[dict[str, Any]]) -> None:
-        policy = {key: values.clone() for key, values in self.accelerator.unwrap_model(self.model).state_dict().items()}
+        policy = {
+            key: values.clone()
+            for key, values in self.accelerator.unwrap_model(self.model).state_dict().items()
+        }
         super()._postprocess_batch(samples, batches)
         step = self.state.global_step
         inputs = [{**batch["model_inputs"], **vars(batch["grpo_batch"])} for batch in batches]

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-FIRST_FAULT = 2  # the step from which one advantage a response reaches the loss, which a receipt must find
+FIRST_FAULT = (
+    2  # the step from which one advantage a response reaches the loss, which a receipt must find
+)
 
 
 def stub(name: str, **members: Any) -> None:
@@ -45,9 +47,13 @@ def patch_process() -> None:
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: torch.device("cpu")
     for name in ("set_device", "synchronize", "empty_cache"):
-        setattr(torch.cuda, name, lambda *_: None)  # each its own, by which torch's compiler tells them apart
+        setattr(
+            torch.cuda, name, lambda *_: None
+        )  # each its own, by which torch's compiler tells them apart
     init_device_mesh = device_mesh.init_device_mesh
-    device_mesh.init_device_mesh = lambda kind, *rest, **named: init_device_mesh("cpu", *rest, **named)
+    device_mesh.init_device_mesh = lambda kind, *rest, **named: init_device_mesh(
+        "cpu", *rest, **named
+    )
 
     from openrlhf.trainer.ppo_utils import replay_buffer
     from openrlhf.trainer.ray import ppo_actor
@@ -66,7 +72,9 @@ def patch_process() -> None:
 
     strategy.get_train_ds_config = config
     # It writes f"cuda:{...}" (replay_buffer.py:40).
-    replay_buffer.torch = SimpleNamespace(**{**vars(torch), "device": lambda _: torch.device("cpu")})
+    replay_buffer.torch = SimpleNamespace(
+        **{**vars(torch), "device": lambda _: torch.device("cpu")}
+    )
     ppo_actor.ActorPPOTrainer._init_vllm_sync_group = nothing
     ppo_actor.ActorPPOTrainer.broadcast_to_vllm = copy_weights
     record_steps(openrlhf.TokenWeightExperienceMaker)
@@ -95,7 +103,10 @@ def record_steps(maker_class: type) -> None:
     def recorded(maker: Any, experiences: list[Any]) -> list[Any]:
         unweighted = parent.compute_advantages_and_returns(maker, copy.deepcopy(experiences))  # type: ignore[attr-defined]
         weighed = weigh_experiences(maker, experiences)
-        step = [(vars(inputs), results.advantages) for inputs, results in zip(unweighted, weighed, strict=True)]
+        step = [
+            (vars(inputs), results.advantages)
+            for inputs, results in zip(unweighted, weighed, strict=True)
+        ]
         torch.save(step, Path(os.environ["RECORD"], f"step_{maker.step}.pt"))
         return weighed
 
@@ -108,7 +119,9 @@ def plant_fault(trainer_class: type) -> None:
     def flattened(trainer: Any, experience: Any, *arguments: Any, **named: Any) -> Any:
         mask = experience.action_mask
         if trainer.actor.model.global_steps >= 2 * FIRST_FAULT:  # two optimiser steps a rollout
-            mean = (experience.advantages * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+            mean = (experience.advantages * mask).sum(1, keepdim=True) / mask.sum(
+                1, keepdim=True
+            ).clamp(min=1)
             experience.advantages = mean * mask
         return training_step(trainer, experience, *arguments, **named)
 
@@ -136,7 +149,9 @@ class Engine:
     def get_num_unfinished_requests(self) -> int:
         return 0
 
-    async def generate(self, prompt_ids: list[int], sampling: Any, multi_modal_data: Any = None) -> SimpleNamespace:
+    async def generate(
+        self, prompt_ids: list[int], sampling: Any, multi_modal_data: Any = None
+    ) -> SimpleNamespace:
         ids = torch.tensor([prompt_ids])
         with torch.no_grad():
             row = self.model.generate(
@@ -152,18 +167,25 @@ class Engine:
         output = SimpleNamespace(token_ids=response, finish_reason=reason, logprobs=None)
         return SimpleNamespace(outputs=[output])
 
-    async def generate_responses(self, *, max_length: int, num_samples: int, images: Any, **named: Any) -> list[Any]:
+    async def generate_responses(
+        self, *, max_length: int, num_samples: int, images: Any, **named: Any
+    ) -> list[Any]:
         named["max_length"] = max_length
         named["llm_engine"] = self
         return [await self.executor.execute(**named) for _ in range(num_samples)]
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str], **_: Any) -> dict[str, Any]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str], **_: Any
+) -> dict[str, Any]:
     """1 where the last box holds the answer; OpenRLHF loads it from this file."""
     from verl_cpu.tiny.task import boxed_answer
 
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
-    rewards = [float(boxed_answer(response) == label) for response, label in zip(responses, labels, strict=True)]
+    rewards = [
+        float(boxed_answer(response) == label)
+        for response, label in zip(responses, labels, strict=True)
+    ]
     return {"rewards": torch.tensor(rewards), "scores": torch.tensor(rewards)}
 
 
@@ -197,6 +219,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.other_hosts import openrlhf_cpu  # by a name under which other processes find its classes
+    from tests.other_hosts import (
+        openrlhf_cpu,
+    )  # by a name under which other processes find its classes
 
     openrlhf_cpu.main()

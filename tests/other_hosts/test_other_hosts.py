@@ -60,7 +60,10 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.save_pretrained(tmp_path / "model")
     with (tmp_path / "prompts.jsonl").open("w") as file:
         for problem in random_problems(12):
-            row = {"messages": [{"role": "user", "content": problem.text}], "solution": str(problem.answer)}
+            row = {
+                "messages": [{"role": "user", "content": problem.text}],
+                "solution": str(problem.answer),
+            }
             file.write(json.dumps(row) + "\n")
     return tmp_path
 
@@ -68,7 +71,12 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, module: str, flags: Sequence[str], status: int = 0, **variables: str) -> str:
     """The output of a command in the folder, with nothing fetched or sent; another status than this fails the test."""
     path = [str(ROOT), str(ROOT / "packages/verl-cpu"), str(Path(sys.prefix) / "hosts")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "RECORD": str(folder), **variables}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "RECORD": str(folder),
+        **variables,
+    }
     environment["OMP_NUM_THREADS"] = "1"
     environment["OMP_WAIT_POLICY"] = "PASSIVE"
     environment["TOKENIZERS_PARALLELISM"] = "false"
@@ -101,7 +109,9 @@ def check_receipts(folder: Path, tokens: Sequence[int]) -> None:
     assert len(steps) == ROLLOUTS
     mismatches: dict[int, set[str]] = {step: set() for step in steps}
     for record in records:
-        mismatches[record["step"]] |= {finding["name"] for finding in record["findings"] if finding["mismatch"]}
+        mismatches[record["step"]] |= {
+            finding["name"] for finding in record["findings"] if finding["mismatch"]
+        }
         assert record["updates"] == 2
     assert list(mismatches.values()) == [set()] * (ROLLOUTS - 1) + [{"flattened"}], records
     for step, count in zip(steps, tokens, strict=True):
@@ -132,7 +142,9 @@ def check_advantages(
 
 
 def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | None) -> Any:
-    policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype, attn_implementation="sdpa")
+    policy = AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=dtype, attn_implementation="sdpa"
+    )
     if state is not None:
         policy.load_state_dict(state)
     return policy
@@ -140,8 +152,18 @@ def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | Non
 
 @pytest.mark.parametrize(("ranks", "loss"), [(1, "grpo"), (2, "dapo")])
 def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
-    flags = [*MS_SWIFT.split(), "--loss_type", loss, "--per_device_train_batch_size", str(8 // ranks)]
-    variables = {"TOKEN_WEIGHTS": "grail", "TOKEN_WEIGHTS_RECEIPT": "receipt.jsonl", "CUDA_VISIBLE_DEVICES": ""}
+    flags = [
+        *MS_SWIFT.split(),
+        "--loss_type",
+        loss,
+        "--per_device_train_batch_size",
+        str(8 // ranks),
+    ]
+    variables = {
+        "TOKEN_WEIGHTS": "grail",
+        "TOKEN_WEIGHTS_RECEIPT": "receipt.jsonl",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     if ranks > 1:
         variables["NPROC_PER_NODE"] = str(ranks)
     output = run(folder, "swift.cli.main", flags, **variables)
@@ -149,10 +171,15 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
     tokens = []
     differences = []
     for step in range(0, 2 * ROLLOUTS, 2):
-        of_ranks = [torch.load(folder / f"step_{step}_of_{rank}.pt", weights_only=False) for rank in range(ranks)]
+        of_ranks = [
+            torch.load(folder / f"step_{step}_of_{rank}.pt", weights_only=False)
+            for rank in range(ranks)
+        ]
         for recorded in of_ranks:
             policy = load_policy(folder, torch.float32, recorded["policy"])
-            bases = recorded["base"].split([len(batch["input_ids"]) for batch in recorded["batches"]])
+            bases = recorded["base"].split(
+                [len(batch["input_ids"]) for batch in recorded["batches"]]
+            )
             for batch, base in zip(recorded["batches"], bases, strict=True):
                 width = batch["completion_mask"].shape[1]
                 response = torch.zeros_like(batch["input_ids"])
@@ -160,10 +187,16 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
                 advantages = torch.zeros(response.shape)
                 advantages[:, -width:] = batch["advantages"]
                 rows = batch["input_ids"], batch["attention_mask"], response
-                difference = check_advantages(policy, rows, base, batch["truncated_mask"], advantages, tolerance=1e-5)
+                difference = check_advantages(
+                    policy, rows, base, batch["truncated_mask"], advantages, tolerance=1e-5
+                )
                 differences.append(difference)
         tokens.append(
-            sum(int(batch["completion_mask"].sum()) for rank_record in of_ranks for batch in rank_record["batches"])
+            sum(
+                int(batch["completion_mask"].sum())
+                for rank_record in of_ranks
+                for batch in rank_record["batches"]
+            )
         )
     assert max(differences) > 1
     check_receipts(folder, tokens)
@@ -171,7 +204,13 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 2), (2, 3)])
 def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
-    flags = [*OPENRLHF.split(), "--actor.num_gpus_per_node", str(ranks), "--ds.zero_stage", str(zero_stage)]
+    flags = [
+        *OPENRLHF.split(),
+        "--actor.num_gpus_per_node",
+        str(ranks),
+        "--ds.zero_stage",
+        str(zero_stage),
+    ]
     output = run(folder, "tests.other_hosts.openrlhf_cpu", [*flags, "--algo.kl.init_coef", "0"])
     assert "'grail/selected_rate': " in output
     assert "'receipt/mismatches': 0" in output
@@ -185,12 +224,15 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
         def rows_of(name: str, shift: int = 0, recorded: Any = recorded) -> Tensor:
             """(B, L); OpenRLHF's action a is token a + 1."""
             return pad_sequence(
-                [pad(row, (shift, 0)) for inputs, _ in recorded for row in inputs[name]], batch_first=True
+                [pad(row, (shift, 0)) for inputs, _ in recorded for row in inputs[name]],
+                batch_first=True,
             )
 
         response = rows_of("action_mask", 1)
         base = rows_of("advantages", 1).gather(1, response.argmax(dim=1, keepdim=True))[:, 0]
-        advantages = pad_sequence([pad(row, (1, 0)) for _, weighed in recorded for row in weighed], batch_first=True)
+        advantages = pad_sequence(
+            [pad(row, (1, 0)) for _, weighed in recorded for row in weighed], batch_first=True
+        )
         truncated = torch.cat([inputs["truncated"] for inputs, _ in recorded])
         rows = rows_of("sequences"), rows_of("attention_mask"), response
         # On several ranks responses go through the model in other micro-batches, which in bf16 changes the last bits.
@@ -226,6 +268,15 @@ def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path) -> None:
 
 
 def test_ms_swift_refuses_by_name(folder: Path) -> None:
-    flags = [*MS_SWIFT.split(), "--per_device_train_batch_size", "8", "--importance_sampling_level", "sequence"]
+    flags = [
+        *MS_SWIFT.split(),
+        "--per_device_train_batch_size",
+        "8",
+        "--importance_sampling_level",
+        "sequence",
+    ]
     output = run(folder, "swift.cli.main", flags, status=1, TOKEN_WEIGHTS="grail")
-    assert "ValueError: token weights (grail) do not work with --importance_sampling_level sequence" in output
+    assert (
+        "ValueError: token weights (grail) do not work with --importance_sampling_level sequence"
+        in output
+    )

@@ -32,7 +32,9 @@ def faults(gold: str) -> list[str]:
 
 
 if __name__ == "__main__":  # FILE of scripts/prepare_data.sh; in LaTeX each takes 0.1 s
-    golds = dict.fromkeys(row["ground_truth"] for row in pq.read_table(sys.argv[1])["reward_model"].to_pylist())
+    golds = dict.fromkeys(
+        row["ground_truth"] for row in pq.read_table(sys.argv[1])["reward_model"].to_pylist()
+    )
     with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
         for gold, reasons in zip(golds, executor.map(faults, golds), strict=True):
             print(*([f"{gold}: {', '.join(reasons)}\n"] if reasons else []), end="")

@@ -20,7 +20,14 @@ from tests.composed import verls_on_cpu
 from verl_cpu.tiny.agent import MAX_TURNS, call_text, check, compute_score
 from verl_cpu.tiny.make_models import AgentSettings, measure
 from verl_cpu.tiny.sampling import prompt_ids
-from verl_cpu.tiny.shipped import AGENT_FOLDER, RECORD, build_agent_tokenizer, load_agent, reply_ids, weights_digest
+from verl_cpu.tiny.shipped import (
+    AGENT_FOLDER,
+    RECORD,
+    build_agent_tokenizer,
+    load_agent,
+    reply_ids,
+    weights_digest,
+)
 from verl_cpu.tiny.task import Problem, problems
 
 CHAIN = Problem.parse("7+5-3")
@@ -36,7 +43,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def test_the_tool_by_hand() -> None:
     assert check(CHAIN, 0, "7+5=12") == ("12", 1.0) and check(CHAIN, 0, "7+5=11") == ("12", -1.0)
-    assert check(CHAIN, 0, "12-3=9") == ("12", -1.0), "a step too early takes up the first one all the same"
+    assert check(CHAIN, 0, "12-3=9") == ("12", -1.0), (
+        "a step too early takes up the first one all the same"
+    )
     assert check(CHAIN, 1, "12-3=09") == check(CHAIN, 1, "11-3=8") == ("9", -1.0)
     assert check(CHAIN, 2, "9+1=10") == ("end", -1.0)
 
@@ -62,15 +71,34 @@ def run_loop(
 ) -> tuple[Any, Writer]:
     """What verl's loop makes of a model that writes these turns, each with an end token; with this many parallel calls."""
     turns = {"format": "hermes", "max_assistant_turns": MAX_TURNS, "max_parallel_calls": calls}
-    overrides = [f"actor_rollout_ref.rollout.multi_turn.{name}={value}" for name, value in turns.items()]
-    config = verls_on_cpu(*overrides, "data.max_prompt_length=32", f"data.max_response_length={length}")
-    writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
-    arguments = {"data_config": DictConfigWrap(config.data), "dataset_cls": RLHFDataset, "processor": None}
-    arguments["tools"] = ToolListWrap(load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None))
+    overrides = [
+        f"actor_rollout_ref.rollout.multi_turn.{name}={value}" for name, value in turns.items()
+    ]
+    config = verls_on_cpu(
+        *overrides, "data.max_prompt_length=32", f"data.max_response_length={length}"
+    )
+    writer = Writer(
+        [
+            [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            for text in texts
+        ]
+    )
+    arguments = {
+        "data_config": DictConfigWrap(config.data),
+        "dataset_cls": RLHFDataset,
+        "processor": None,
+    }
+    arguments["tools"] = ToolListWrap(
+        load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None)
+    )
 
     async def run() -> Any:
         loop = loop_class(
-            DictConfigWrap(config), server_manager=writer, tokenizer=tokenizer, hf_model_type="qwen3", **arguments
+            DictConfigWrap(config),
+            server_manager=writer,
+            tokenizer=tokenizer,
+            hf_model_type="qwen3",
+            **arguments,
         )
         return await loop.run({}, raw_prompt=[{"role": "user", "content": CHAIN.text}])
 
@@ -81,9 +109,19 @@ CONVERSATIONS = {
     "perfect": ([FIRST, SECOND, BOX], ["12", "9"], [1.0, 1.0, 1.0], 1.0),
     "a wrong step": ([FIRST, call_text("12-3=8"), BOX], ["12", "9"], [1.0, -1.0, 1.0], 0.0),
     "a guess": ([BOX], [], [1.0], 0.0),
-    "a call too many": ([FIRST, SECOND, SECOND, BOX], ["12", "9", "end"], [1.0, 1.0, -1.0, 1.0], 0.0),
+    "a call too many": (
+        [FIRST, SECOND, SECOND, BOX],
+        ["12", "9", "end"],
+        [1.0, 1.0, -1.0, 1.0],
+        0.0,
+    ),
     "no JSON": ([FIRST, "<tool_call>{12-3}</tool_call>"], ["12"], [1.0, 0.0], 0.0),
-    "never stops": ([FIRST, SECOND, *[SECOND] * 6], ["12", "9", *["end"] * 5], [1.0, 1.0, *[-1.0] * 5, 0.0], 0.0),
+    "never stops": (
+        [FIRST, SECOND, *[SECOND] * 6],
+        ["12", "9", *["end"] * 5],
+        [1.0, 1.0, *[-1.0] * 5, 0.0],
+        0.0,
+    ),
 }
 
 
@@ -94,7 +132,9 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
     ids: list[int] = []
     mask: list[int] = []
     for turn, text in enumerate(texts):
-        assert writer.asked[turn] == prompt_ids(tokenizer, CHAIN) + ids  # as the demonstrations have it
+        assert (
+            writer.asked[turn] == prompt_ids(tokenizer, CHAIN) + ids
+        )  # as the demonstrations have it
         written = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         tools = reply_ids(tokenizer, replies[turn]) if turn < len(replies) else []
         ids = ids + written + tools
@@ -102,16 +142,22 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
     assert output.prompt_ids == prompt_ids(tokenizer, CHAIN)
     assert (output.response_ids, output.response_mask) == (ids, mask)
     extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
-    score = compute_score("", tokenizer.decode(output.response_ids, skip_special_tokens=True), "9", extra)
+    score = compute_score(
+        "", tokenizer.decode(output.response_ids, skip_special_tokens=True), "9", extra
+    )
     assert score == {"score": sum(rewards), "acc": perfect, "turn_rewards": rewards}
 
 
 def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
     record = json.loads((AGENT_FOLDER / RECORD).read_text())
-    assert record["settings"] == asdict(AgentSettings()) and record["sha256"] == weights_digest(AGENT_FOLDER)
+    assert record["settings"] == asdict(AgentSettings()) and record["sha256"] == weights_digest(
+        AGENT_FOLDER
+    )
     model, tokenizer = load_agent()
     assert model.config.vocab_size == len(tokenizer)
-    assert all(torch.equal(value, value.bfloat16().float()) for value in model.state_dict().values())
+    assert all(
+        torch.equal(value, value.bfloat16().float()) for value in model.state_dict().values()
+    )
     chosen = problems("validation", 64, seed=0)
     greedy = measure(model, tokenizer, chosen, temperature=0.0)
     sampled = measure(model, tokenizer, chosen)

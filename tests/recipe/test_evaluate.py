@@ -29,8 +29,17 @@ from recipe.evaluate.sampling import KEY, draw, open_samples, read_samples, reso
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
 SCRIPT = ["bash", str(Path(__file__).parents[2] / "scripts/evaluate.sh")]
-SAMPLING = {"samples": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 8192, "seed": 0}
-ROWS = pd.DataFrame(map(json.loads, Path(__file__).with_name("samples.jsonl").read_text().splitlines()))
+SAMPLING = {
+    "samples": 3,
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "max_tokens": 8192,
+    "seed": 0,
+}
+ROWS = pd.DataFrame(
+    map(json.loads, Path(__file__).with_name("samples.jsonl").read_text().splitlines())
+)
 A, B = (rows.drop(columns="run").reset_index(drop=True) for _, rows in ROWS.groupby("run"))
 """Three samples of each problem, of two runs: correct, incorrect, without a box, truncated."""
 
@@ -40,7 +49,9 @@ def make_run(folder: Path, samples: pd.DataFrame, **sampling: Any) -> dict[str, 
     with open_samples(folder / "generations.jsonl", {"model": "m"}) as file:
         file.write(samples.drop(columns="gold").to_json(orient="records", lines=True))
     (folder / "scores.jsonl").write_text(samples.to_json(orient="records", lines=True))
-    (folder / "results.json").write_text(json.dumps({"run": {"model": "m", "sampling": SAMPLING | sampling}}))
+    (folder / "results.json").write_text(
+        json.dumps({"run": {"model": "m", "sampling": SAMPLING | sampling}})
+    )
     main(["--regrade", str(folder)])
     return json.loads((folder / "results.json").read_text())
 
@@ -52,7 +63,9 @@ def test_hand_case(tmp_path: Path) -> None:
     # Such as (1/6 + 5/9) / 2 and (2 * 1/6 + 3 * 5/9) / 5.
     expected = [[1 / 6, 1 / 2, 30, 1 / 6, 1 / 6], [5 / 9, 2 / 3, 37, 2 / 9, 3 / 9]]
     expected += [[13 / 36, 7 / 12, 33.5, 7 / 36, 1 / 4], [2 / 5, 3 / 5, 34.2, 1 / 5, 4 / 15]]
-    assert np.array([[row[name]["value"] for name in names] for row in rows]) == pytest.approx(np.array(expected))
+    assert np.array([[row[name]["value"] for name in names] for row in rows]) == pytest.approx(
+        np.array(expected)
+    )
     # Without the response that has no box, and without the two.
     boxed = [row["tokens_of_answered"] for row in rows]
     assert boxed == pytest.approx([140 / 5, 133 / 7, (28 + 19) / 2, (2 * 28 + 3 * 19) / 5])
@@ -61,16 +74,28 @@ def test_hand_case(tmp_path: Path) -> None:
 def test_intervals() -> None:
     """They are quantiles of the means of problems drawn with replacement, as a loop draws them."""
     table = pd.DataFrame(np.random.default_rng(1).random((7, 1)), columns=["acc"])
-    figure = report.figures(pd.concat({"amc23": table}, names=["benchmark", "index"]), 1)["mean"]["acc@1"]
+    figure = report.figures(pd.concat({"amc23": table}, names=["benchmark", "index"]), 1)["mean"][
+        "acc@1"
+    ]
     drawn = [table["acc"].sample(7, replace=True, random_state=seed).mean() for seed in range(3000)]
-    assert [figure["low"], figure["high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.02)
+    assert [figure["low"], figure["high"]] == pytest.approx(
+        np.quantile(drawn, [0.025, 0.975]), abs=0.02
+    )
 
 
 def test_paired_comparison(tmp_path: Path) -> None:
     """Of aime24, A has 1/6 and B 1/2 of the samples correct: by problem 1/3 more. Of amc23 both are the same."""
     make_run(tmp_path / "a", A)
     make_run(tmp_path / "b", B, seed=1)
-    main(compare := ["--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--output-dir", str(tmp_path)])
+    main(
+        compare := [
+            "--compare",
+            str(tmp_path / "a"),
+            str(tmp_path / "b"),
+            "--output-dir",
+            str(tmp_path),
+        ]
+    )
     result = json.loads((tmp_path / "comparison.json").read_text())["benchmarks"]
     assert list(result["aime24"]["acc@3"].values()) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1.0])
     assert list(result["amc23"]["acc@3"].values()) == pytest.approx([0, 0, 0, 0])
@@ -87,22 +112,37 @@ def test_both_graders_where_cuda_fills_the_address_space(tmp_path: Path) -> None
     make_run(tmp_path / "run", A)
     path = tmp_path / "run/generations.jsonl"
     regrade = ["--regrade", str(tmp_path / "run")]
-    path.write_text(path.read_text().replace(r"\\boxed{30}", r"\\boxed{\\frac{60}{2}}").replace("{10}", r"{1000\\%}"))
+    path.write_text(
+        path.read_text()
+        .replace(r"\\boxed{30}", r"\\boxed{\\frac{60}{2}}")
+        .replace("{10}", r"{1000\\%}")
+    )
     main(regrade)
     files = {file.name: file.read_bytes() for file in path.parent.iterdir()}
-    (tmp_path / "sitecustomize.py").write_text("import mmap; mapped = mmap.mmap(-1, 1 << 32, prot=mmap.PROT_READ)")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import mmap; mapped = mmap.mmap(-1, 1 << 32, prot=mmap.PROT_READ)"
+    )
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
     subprocess.run([*SCRIPT, *regrade, "--grader", "both"], env=environment, check=True)
     benchmarks = json.loads((tmp_path / "run/results.json").read_text())["benchmarks"]
-    values = [[row[name]["value"] for name in ("acc@3", "acc@3, published")] for row in benchmarks.values()]
+    values = [
+        [row[name]["value"] for name in ("acc@3", "acc@3, published")]
+        for row in benchmarks.values()
+    ]
     assert np.array(values) == pytest.approx(np.array([[1 / 6, 0], [5 / 9, 2 / 9]]))
-    assert all(row["no_verdict, published"] == row["no_verdict"] == 0 for row in benchmarks.values())
+    assert all(
+        row["no_verdict, published"] == row["no_verdict"] == 0 for row in benchmarks.values()
+    )
     main(regrade)
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == files
 
 
 def test_the_published_box() -> None:
-    boxes = {r"\boxed{1} then \boxed{\frac{1}{2}}.": r"\frac{1}{2}", r"\boxed{1} then \boxed{2": "1", "no box": None}
+    boxes = {
+        r"\boxed{1} then \boxed{\frac{1}{2}}.": r"\frac{1}{2}",
+        r"\boxed{1} then \boxed{2": "1",
+        "no box": None,
+    }
     boxes[r"\boxed{2 then \boxed{1}"] = None
     boxes[r"\boxed{\left\{ x=1 \right.}"] = None
     boxes[r"\boxed{1}\boxed{}"] = ""
@@ -131,7 +171,9 @@ def make_both(folder: Path, results: Any, scores: list[Any]) -> list[str]:
     """Two finished evaluations, the second with these files, and the arguments that compare them."""
     make_run(folder / "a", A)
     make_run(folder / "b", B)
-    (folder / "b/results.json").write_text(results if isinstance(results, str) else json.dumps(results))
+    (folder / "b/results.json").write_text(
+        results if isinstance(results, str) else json.dumps(results)
+    )
     (folder / "b/scores.jsonl").write_text("\n".join(map(json.dumps, scores)) + "\n")
     return ["--compare", str(folder / "a"), str(folder / "b")]
 
@@ -177,8 +219,12 @@ ODD_SCORES = {
     "an index as a list": ([{**SCORE, "index": [0]}], "index"),
     "a benchmark that acts on a terminal": ([{**SCORE, "benchmark": ESCAPE}], "ground truths"),
 }
-FOREIGN = {f"results: {name}": (results, [SCORE], part) for name, (results, part) in ODD_RESULTS.items()}
-FOREIGN.update({f"scores: {name}": ({"run": RUN}, scores, part) for name, (scores, part) in ODD_SCORES.items()})
+FOREIGN = {
+    f"results: {name}": (results, [SCORE], part) for name, (results, part) in ODD_RESULTS.items()
+}
+FOREIGN.update(
+    {f"scores: {name}": ({"run": RUN}, scores, part) for name, (scores, part) in ODD_SCORES.items()}
+)
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -189,7 +235,9 @@ def test_files_of_others_are_refused_in_a_sentence(tmp_path: Path, name: str) ->
     assert part in str(refused.value) and str(refused.value).isprintable()
 
 
-def test_names_of_others_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_others_are_shown_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of the model, of a benchmark and of an option, on the terminal and in the page."""
     run = RUN | {"model": f"m{ESCAPE}", f"option{ESCAPE}": f"value{ESCAPE}", "sampling": SAMPLING}
     scores = [SCORE | {"benchmark": f"amc{ESCAPE}"}]
@@ -264,25 +312,40 @@ def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     for part in (model, tokenizer):
         part.save_pretrained(folder)
     actor = folder / "global_step_5/actor"
-    shutil.copytree(folder, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors", "global_step_5"))
+    shutil.copytree(
+        folder,
+        actor / "huggingface",
+        ignore=shutil.ignore_patterns("*.safetensors", "global_step_5"),
+    )
     torch.save(weights or model.state_dict(), actor / "model_world_size_1_rank_0.pt")
     (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     return actor.parent
 
 
-def test_every_sample_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sample_has_a_seed_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the evaluation's seed, benchmark, problem and number: the first eight bytes of sha256("0/amc23/0/2"), halved."""
-    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)  # whose import takes ten seconds
+    kinds = SimpleNamespace(
+        RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=SimpleNamespace
+    )
+    monkeypatch.setitem(
+        sys.modules, "vllm.sampling_params", kinds
+    )  # whose import takes ten seconds
 
     class Engine:
         async def generate(self, prompt: dict, parameters: Any, name: str) -> Any:
-            yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop", token_ids=[parameters.seed % 10])])
+            yield SimpleNamespace(
+                outputs=[SimpleNamespace(finish_reason="stop", token_ids=[parameters.seed % 10])]
+            )
 
         def shutdown(self) -> None: ...
 
     keys = [
-        (benchmark, index, sample, "p") for benchmark in ("amc23", "aime24") for index in (0, 1) for sample in range(3)
+        (benchmark, index, sample, "p")
+        for benchmark in ("amc23", "aime24")
+        for index in (0, 1)
+        for sample in range(3)
     ]
     samples = pd.DataFrame(keys, columns=KEY).assign(prompt_ids=[[1]] * len(keys))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
@@ -303,7 +366,9 @@ def logits(model: Path | torch.nn.Module) -> torch.Tensor:
 
 def adapter(folder: Path) -> PeftModel:
     """A model with an adapter that moves it far."""
-    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
 
 
@@ -336,7 +401,9 @@ def test_a_checkpoint_is_merged_again_where_it_changed(tmp_path: Path) -> None:
     torch.save(weights, path)
     first_logits = logits(first)
     (second, second_hash) = resolve_model(str(step))
-    assert second_hash != first_hash and torch.allclose(logits(second), 2 * first_logits, rtol=0.05, atol=0.5)
+    assert second_hash != first_hash and torch.allclose(
+        logits(second), 2 * first_logits, rtol=0.05, atol=0.5
+    )
 
 
 def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
@@ -379,7 +446,8 @@ def test_a_models_hash_is_that_of_all_that_decides_its_samples(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "kinds", [("model.safetensors",), ("pytorch_model.bin",), ("model.safetensors", "pytorch_model.bin")]
+    "kinds",
+    [("model.safetensors",), ("pytorch_model.bin",), ("model.safetensors", "pytorch_model.bin")],
 )
 def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
     kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -387,7 +455,9 @@ def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
     """With huggingface_hub's own choice of files by patterns."""
 
     def download(name: str, **patterns: Any) -> str:
-        for file in filter_repo_objects(["config.json", "README.md", "model.onnx", *kinds], **patterns):
+        for file in filter_repo_objects(
+            ["config.json", "README.md", "model.onnx", *kinds], **patterns
+        ):
             (tmp_path / file).touch()
         return str(tmp_path)
 
@@ -408,13 +478,20 @@ def test_the_command_resumes(tmp_path: Path) -> None:
     subprocess.run([*SCRIPT, *arguments, tmp_path / "whole"], env=environment, check=True)
     uninterrupted, path = (tmp_path / name / "generations.jsonl" for name in ("whole", "out"))
     path.parent.mkdir()
-    path.write_bytes(beginning := uninterrupted.read_bytes()[: uninterrupted.stat().st_size // 2])  # within a line
+    path.write_bytes(
+        beginning := uninterrupted.read_bytes()[: uninterrupted.stat().st_size // 2]
+    )  # within a line
     with pytest.raises(SystemExit, match="other settings"):
         main([*arguments, str(path.parent), "--temperature", "0.7"])
     subprocess.run([*SCRIPT, *arguments, path.parent], env=environment, check=True)
     assert path.read_bytes().startswith(beginning)
     samples = read_samples(uninterrupted)
-    assert samples["seed"].nunique() == len(samples) == 36 and {*samples["finish_reason"]} == {"stop", "length"}
-    assert 2035807689607783971 in {*samples["seed"]}  # the first eight bytes of sha256("0/amc23/0/2"), halved
+    assert samples["seed"].nunique() == len(samples) == 36 and {*samples["finish_reason"]} == {
+        "stop",
+        "length",
+    }
+    assert 2035807689607783971 in {
+        *samples["seed"]
+    }  # the first eight bytes of sha256("0/amc23/0/2"), halved
     for name in ("results.json", "results.md", "scores.jsonl"):
         assert (path.parent / name).read_bytes() == (uninterrupted.parent / name).read_bytes()

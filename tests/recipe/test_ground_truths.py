@@ -32,7 +32,13 @@ PLAIN: list[tuple[Any, str, str]] = [  # ground truth, a right box, a wrong one;
 
 def test_plain_meanings_are_read() -> None:
     assert (
-        misjudged([(truth, box, score) for truth, *boxes in PLAIN for box, score in zip(boxes, (1, 0), strict=True)])
+        misjudged(
+            [
+                (truth, box, score)
+                for truth, *boxes in PLAIN
+                for box, score in zip(boxes, (1, 0), strict=True)
+            ]
+        )
         == []
     )
 
@@ -53,7 +59,9 @@ UNUSABLE: list[Any] = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_read_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_read_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also where the response has no box."""
     for truth in UNUSABLE:
         caplog.clear()
@@ -62,22 +70,38 @@ def test_what_cannot_be_read_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
             result = reward.compute_score("", text, truth, {"index": 7})
             assert (result["score"], result["verify_failed"]) == (0.0, result["answer_found"])
         (record,) = caplog.records
-        assert record.levelno == logging.WARNING and record.getMessage().startswith("row 7: ground_truth is ")
+        assert record.levelno == logging.WARNING and record.getMessage().startswith(
+            "row 7: ground_truth is "
+        )
 
 
 def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    assert reward.check_ground_truths(["5", None, Decimal("3.5"), *[{}] * 9, "x" * 1001], "here") == [1, *range(3, 13)]
-    assert "here: 11 of 13" in caplog.text and "row 3 ({})" in caplog.text and "row 8" not in caplog.text
+    assert reward.check_ground_truths(
+        ["5", None, Decimal("3.5"), *[{}] * 9, "x" * 1001], "here"
+    ) == [1, *range(3, 13)]
+    assert (
+        "here: 11 of 13" in caplog.text
+        and "row 3 ({})" in caplog.text
+        and "row 8" not in caplog.text
+    )
     caplog.clear()
-    assert reward.check_ground_truths(iter(["5", 6]), "here") == reward.check_ground_truths([], "here") == []
+    assert (
+        reward.check_ground_truths(iter(["5", 6]), "here")
+        == reward.check_ground_truths([], "here")
+        == []
+    )
     assert not caplog.records
-    assert reward.check_ground_truths([*[None] * 9, "5"], "here") == [*range(9)], "one that can be used is enough"
+    assert reward.check_ground_truths([*[None] * 9, "5"], "here") == [*range(9)], (
+        "one that can be used is enough"
+    )
     assert "here: 9 of 10" in caplog.text
     with pytest.raises(ValueError, match=r"here: 2 of 2 .*row 0 \(None\), row 1 \(a Unshown"):
         reward.check_ground_truths([None, Unshown()], "here")
 
 
-def test_runs_with_verl_name_files_and_rows_before_they_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_runs_with_verl_name_files_and_rows_before_they_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one_missing = ["5", None, "6"]
     unusable = [{"answer": 5}, {"answer": 6}]
     truths = {
@@ -91,7 +115,11 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(tmp_path: Path, ca
     for name, values in truths.items():
         table = pd.DataFrame({"prompt": [[{"role": "user", "content": "?"}]] * len(values)})
         table["reward_model"] = [{"ground_truth": truth} for truth in values]
-        write = table.to_parquet if "parquet" in name else partial(table.to_json, orient="records", lines=True)
+        write = (
+            table.to_parquet
+            if "parquet" in name
+            else partial(table.to_json, orient="records", lines=True)
+        )
         write(tmp_path / name)
     function = "reward.custom_reward_function.path"
     options = ["actor_rollout_ref.actor.use_dynamic_bsz=True"]
@@ -99,14 +127,23 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(tmp_path: Path, ca
 
     def start(train: str, *overrides: str) -> list[str]:
         caplog.clear()
-        prepare(compose("grail_trainer", [f"data.train_files={tmp_path}/{train}", *options, *overrides]))
-        return [record.getMessage() for record in caplog.records if "ground truths" in record.getMessage()]
+        prepare(
+            compose("grail_trainer", [f"data.train_files={tmp_path}/{train}", *options, *overrides])
+        )
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if "ground truths" in record.getMessage()
+        ]
 
     for name in ("good.jsonl", "decimals.parquet", "missing.parquet"):  # verl names a missing one
         assert start(name) == []
     for name in ("some.parquet", "some.jsonl"):
         (message,) = start(name)
-        assert message.startswith(f"data.train_files={tmp_path}/{name}: 1 of 3") and "row 1 (None)" in message
+        assert (
+            message.startswith(f"data.train_files={tmp_path}/{name}: 1 of 3")
+            and "row 1 (None)" in message
+        )
     for reader in ("algorithm.adv_estimator=grpo", f"{function}=pkg://recipe.reward"):
         with pytest.raises(ValueError, match=r"none\S*: 2 of 2 .*row 0 \(.*'answer': 5"):
             start("none.parquet", reader)

@@ -54,11 +54,17 @@ def _words(script: str, *arguments: str, project: Path, **knobs: str) -> list[st
     if done.returncode:
         raise ValueError(done.stderr)
     _, module, name, path, config, *overrides = done.stdout.split("\0")[:-1]
-    assert (module, name, path) == ("-m", "verl.trainer.main_ppo", f"--config-path={project}/recipe/config")
+    assert (module, name, path) == (
+        "-m",
+        "verl.trainer.main_ppo",
+        f"--config-path={project}/recipe/config",
+    )
     return [config.removeprefix("--config-name="), *overrides]
 
 
-def configuration(script: str, *arguments: str, project: Path | None = None, **knobs: str) -> DictConfig:
+def configuration(
+    script: str, *arguments: str, project: Path | None = None, **knobs: str
+) -> DictConfig:
     name, *overrides = _words(script, *arguments, project=project or unused(), **knobs)
     return compose(name, overrides)
 
@@ -164,15 +170,27 @@ def test_every_knob_of_a_run_on_gpus(clone: Path) -> None:
         knobs[name] = value
         options += "".join(f"{option}: {value}\n" for option in names.split())
     overrides = ["actor_rollout_ref.rollout.max_num_seqs=4", "+data.note='two words'"]
-    assert_has(configuration("run_octothinker_8b_grail.sh", *overrides, project=clone, **knobs), options, clone)
+    assert_has(
+        configuration("run_octothinker_8b_grail.sh", *overrides, project=clone, **knobs),
+        options,
+        clone,
+    )
 
 
 def test_every_knob_of_the_agent(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is not added again."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    knobs = {"TRAIN_BATCH_SIZE": "6", "ROLLOUT_N": "50", "SEED": "3", "ACTOR_LR": "1e-3", "SAVE_FREQ": "-1"}
+    knobs = {
+        "TRAIN_BATCH_SIZE": "6",
+        "ROLLOUT_N": "50",
+        "SEED": "3",
+        "ACTOR_LR": "1e-3",
+        "SAVE_FREQ": "-1",
+    }
     assert_has(configuration("run_tiny_cpu_agent.sh", project=clone, **knobs), AGENT, clone)
-    uniform = configuration("run_tiny_cpu_agent.sh", "algorithm.adv_estimator=uniform", project=clone)
+    uniform = configuration(
+        "run_tiny_cpu_agent.sh", "algorithm.adv_estimator=uniform", project=clone
+    )
     assert uniform.run.folder == f"{clone}/out/seed0/uniform"
 
 
@@ -197,8 +215,16 @@ def test_five_arms_are_five_runs_in_each_trainer() -> None:
         assert config.algorithm.adv_estimator == estimator
         assert OmegaConf.select(config, "algorithm.grail.control", default="none") == control
         assert (config.data.seed, config.trainer.experiment_name) == (3, f"{arm}-seed3")
-        assert config.trainer.test_freq == 7 and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
-        knobs = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "TRAINER": "trl", "SEEDS": "3 4", "ARMS": f"{arm} {arm}"}
+        assert (
+            config.trainer.test_freq == 7 and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
+        )
+        knobs = {
+            "PATH": os.environ["PATH"],
+            "DRY_RUN": "1",
+            "TRAINER": "trl",
+            "SEEDS": "3 4",
+            "ARMS": f"{arm} {arm}",
+        }
         command = ["bash", unused() / "examples" / "run_five_arms.sh", "--steps", "9"]
         done = subprocess.run(command, env=knobs, capture_output=True, text=True, check=True)
         output = done.stdout.replace("'", "")
@@ -220,7 +246,10 @@ def test_three_words_three_things() -> None:
     assert grpo["algorithm"]["norm_adv_by_std_in_grpo"]
     ours, theirs = (
         {name: value for name, value in actor.items() if re.search("clip|loss", name)}
-        for actor in (grpo["actor_rollout_ref"]["actor"], OmegaConf.to_container(verls.actor_rollout_ref.actor))
+        for actor in (
+            grpo["actor_rollout_ref"]["actor"],
+            OmegaConf.to_container(verls.actor_rollout_ref.actor),
+        )
     )
     assert ours == theirs and {"loss_agg_mode", "loss_scale_factor", "clip_ratio_c"} < ours.keys()
 
@@ -293,28 +322,41 @@ my runs|lr=1e-6|(old)|été|a,b|it's|a"b|x{1}|[x]|a:b|~|$HOME|a\b|#1|*|a;b
 
 
 @pytest.mark.parametrize("odd", ODD_NAMES.strip().split("|"))
-def test_any_folder_and_any_name_arrive_as_they_are(odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_folder_and_any_name_arrive_as_they_are(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the clone, the data, the model, its tokenizer, the run and the project; one file, a list of them and the default."""
     project = shutil.copytree(unused(), tmp_path / odd, symlinks=True)
     monkeypatch.setenv("PWD", str(project))
     data = f"/data/{odd}"
     files = [f"/data/{odd}/a.parquet", f"/data/{odd}/b.parquet"]
-    names = {"EXPERIMENT_NAME": odd, "PROJECT_NAME": f"{odd}s", "MODEL_PATH": f"/models/{odd}", "TOKENIZER_PATH": data}
+    names = {
+        "EXPERIMENT_NAME": odd,
+        "PROJECT_NAME": f"{odd}s",
+        "MODEL_PATH": f"/models/{odd}",
+        "TOKENIZER_PATH": data,
+    }
     quote = "'" if '"' in odd else '"'
     entries = [f"{quote}{file}{quote}" if "," in odd else file for file in files]
-    config = configuration(GPUS, project=project, DATA_DIR=data, TRAIN_FILE=f"[{', '.join(entries)}]", **names)
+    config = configuration(
+        GPUS, project=project, DATA_DIR=data, TRAIN_FILE=f"[{', '.join(entries)}]", **names
+    )
     assert list(config.data.train_files) == files
     assert list(config.data.val_files) == [f"{data}/amc23.parquet", f"{data}/aime24.parquet"]
     assert config.run.folder == f"{project}/outputs/{odd}s/{odd}"
     assert config.actor_rollout_ref.model.path == f"/models/{odd}"
     assert config.actor_rollout_ref.model.tokenizer_path == data
     assert configuration(GPUS, project=project, TRAIN_FILE=files[0]).data.train_files == files[0]
-    repaired = configuration("run_r1_distill_llama_8b_grail.sh", project=project).actor_rollout_ref.model.tokenizer_path
+    repaired = configuration(
+        "run_r1_distill_llama_8b_grail.sh", project=project
+    ).actor_rollout_ref.model.tokenizer_path
     assert repaired == f"{project}/outputs/tokenizers/DeepSeek-R1-Distill-Llama-8B"
 
 
 CODE = re.compile(r"```bash\n(?P<block>.*?)```|`(?P<inline>[^`\n]+)`", re.DOTALL)
-COMMAND = re.compile(r"(?P<knobs>(?:\w+=\S+ +)*)bash examples/(?P<script>run_\w+\.sh)(?P<arguments>[^|]*)")
+COMMAND = re.compile(
+    r"(?P<knobs>(?:\w+=\S+ +)*)bash examples/(?P<script>run_\w+\.sh)(?P<arguments>[^|]*)"
+)
 
 
 def commands(page: Path) -> list[tuple[str, list[str], dict[str, str]]]:
@@ -324,14 +366,26 @@ def commands(page: Path) -> list[tuple[str, list[str], dict[str, str]]]:
         exported: dict[str, str] = {}
         for line in (code["block"] or code["inline"]).splitlines():
             if line.startswith("export "):
-                exported |= dict(word.split("=", 1) for word in shlex.split(line, comments=True)[1:])
+                exported |= dict(
+                    word.split("=", 1) for word in shlex.split(line, comments=True)[1:]
+                )
             if command := COMMAND.match(line):
                 knobs = dict(word.split("=", 1) for word in shlex.split(command["knobs"]))
-                starts.append((command["script"], shlex.split(command["arguments"], comments=True), exported | knobs))
+                starts.append(
+                    (
+                        command["script"],
+                        shlex.split(command["arguments"], comments=True),
+                        exported | knobs,
+                    )
+                )
     return starts
 
 
-PAGES = {page.name: starts for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] if (starts := commands(page))}
+PAGES = {
+    page.name: starts
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    if (starts := commands(page))
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -344,7 +398,9 @@ def test_the_commands_of_a_page_work_one_after_the_other(
         if "confident_blame" in knobs.values() or script == "run_five_arms.sh":
             continue
         on_cpu = "_cpu_" in script
-        monkeypatch.setenv("VERL_PLATFORM", "cpu") if on_cpu else monkeypatch.delenv("VERL_PLATFORM", raising=False)
+        monkeypatch.setenv("VERL_PLATFORM", "cpu") if on_cpu else monkeypatch.delenv(
+            "VERL_PLATFORM", raising=False
+        )
         monkeypatch.setenv("OUTPUT_DIR", str(clone / "outputs" / script.split("_")[1]))
         monkeypatch.setenv("FRESH", fresh := knobs.pop("FRESH", "0"))
         monkeypatch.setenv("DRY_RUN", "1")
@@ -356,7 +412,9 @@ def test_the_commands_of_a_page_work_one_after_the_other(
         run_life.store_definition(settings, "run")
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name
+)
 def test_verls_own_command_takes_what_a_page_says(page: Path) -> None:
     """It refuses an option of this project without a ``+``, as its configuration has no section of it."""
     for code in CODE.finditer(page.read_text(encoding="utf-8").replace("\\\n", "")):
@@ -368,13 +426,22 @@ def test_verls_own_command_takes_what_a_page_says(page: Path) -> None:
 
 
 def test_the_pages_have_commands() -> None:
-    assert {"README.md", "credit.md", "gpu.md", "published.md", "fault_tolerance.md", "multi_node.md"} <= PAGES.keys()
+    assert {
+        "README.md",
+        "credit.md",
+        "gpu.md",
+        "published.md",
+        "fault_tolerance.md",
+        "multi_node.md",
+    } <= PAGES.keys()
     assert sum(map(len, PAGES.values())) > 25
     assert "first" in {knobs.get("EXPERIMENT_NAME") for *_, knobs in PAGES["first_hour.md"]}
 
 
 def test_the_file_of_all_options_is_current() -> None:
-    assert OPTIONS_FILE.read_text() == options_yaml(), "run python -m grail_advantage.verl_ext.settings"
+    assert OPTIONS_FILE.read_text() == options_yaml(), (
+        "run python -m grail_advantage.verl_ext.settings"
+    )
 
 
 LONGEST = 8192
@@ -383,9 +450,27 @@ NO_THINKING = {"enable_thinking": False}
 MODELS = {
     "run_qwen3_grail.sh": ("Qwen/Qwen3-4B", 4096, None, NO_THINKING, "grail"),
     "run_qwen3_8b_grail.sh": ("Qwen/Qwen3-8B", 4096, None, NO_THINKING, "oar_g"),
-    "run_octothinker_3b_grail.sh": ("OctoThinker/OctoThinker-3B-Short-Base", 4096, BASE_MATH, {}, "oar_p"),
-    "run_octothinker_8b_grail.sh": ("OctoThinker/OctoThinker-8B-Short-Base", 4096, BASE_MATH, {}, "uniform"),
-    "run_r1_distill_llama_8b_grail.sh": ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", LONGEST, None, {}, "dr_grpo"),
+    "run_octothinker_3b_grail.sh": (
+        "OctoThinker/OctoThinker-3B-Short-Base",
+        4096,
+        BASE_MATH,
+        {},
+        "oar_p",
+    ),
+    "run_octothinker_8b_grail.sh": (
+        "OctoThinker/OctoThinker-8B-Short-Base",
+        4096,
+        BASE_MATH,
+        {},
+        "uniform",
+    ),
+    "run_r1_distill_llama_8b_grail.sh": (
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+        LONGEST,
+        None,
+        {},
+        "dr_grpo",
+    ),
 }
 """By script: model, response length, chat template, that template's options, and an estimator to try with it."""
 
@@ -405,26 +490,36 @@ def test_published_setup(script: str) -> None:
     assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
 
     verdicts = {setting.name: verdict for setting, _, verdict in compared(config)}
-    corrected = {f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")} | {
-        "the prompt's end"
-    }
+    corrected = {
+        f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")
+    } | {"the prompt's end"}
     corrected |= {"max_completion_length"} if response_length != 4096 else set()
     assert {name for name, verdict in verdicts.items() if verdict == "corrected"} == corrected
     differs = [name for name, verdict in verdicts.items() if verdict == "differs"]
     assert differs == (["mask_truncated_completions"] if verls else [])
-    model, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
+    model, actor, rollout = (
+        config.actor_rollout_ref[name] for name in ("model", "actor", "rollout")
+    )
     assert actor.entropy_coeff == 0 and actor.policy_loss.loss_mode == "vanilla"
     # The full rate from the first step: transformers' `constant` ignores the published 20 steps, and verl's would not.
     assert actor.optim.lr_warmup_steps == 0
     mini_batch = actor.ppo_mini_batch_size * rollout.n
     gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    assert gpus == 8 * nnodes and mini_batch == config.data.train_batch_size * rollout.n == PUBLISHED_BATCH
+    assert (
+        gpus == 8 * nnodes
+        and mini_batch == config.data.train_batch_size * rollout.n == PUBLISHED_BATCH
+    )
     assert (rollout.prompt_length, rollout.response_length) == (1024, response_length)
     assert rollout.max_model_len == 1024 + response_length
-    assert min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) >= rollout.max_model_len
+    assert (
+        min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu)
+        >= rollout.max_model_len
+    )
     assert dict(config.data.apply_chat_template_kwargs) == template_options
     assert (model.path, model.custom_chat_template) == (path, template)
-    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [42] * 4
+    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [
+        42
+    ] * 4
 
 
 def test_loss_is_the_published_one() -> None:
@@ -439,7 +534,9 @@ def test_loss_is_the_published_one() -> None:
     tokens = 6
     config = configuration(script, NNODES="2")
     rng = np.random.default_rng(0)
-    advantages = rng.normal(size=(rows, 1)).repeat(tokens, axis=1) * rng.uniform(0.5, 5, size=(rows, tokens))
+    advantages = rng.normal(size=(rows, 1)).repeat(tokens, axis=1) * rng.uniform(
+        0.5, 5, size=(rows, tokens)
+    )
     advantages[rng.random(rows) < 0.1] = 0  # truncated
     log_ratios = rng.normal(scale=1.0, size=(rows, tokens))
     log_ratios[::5] += 4  # ratios near 55, where verl's dual clip would act on negative advantages
@@ -471,10 +568,19 @@ def test_the_published_ratio_is_trls() -> None:
     rollout = rng.normal(-1, 0.5, size=(64, 5))
     mask = np.arange(5) < rng.integers(1, 6, size=(64, 1))
     correction = configuration(GPUS, LIKE="published").algorithm.rollout_correction
-    options = (correction.rollout_is, correction.rollout_is_threshold, correction.rollout_is_batch_normalize)
+    options = (
+        correction.rollout_is,
+        correction.rollout_is_threshold,
+        correction.rollout_is_batch_normalize,
+    )
     log_ratios = torch.from_numpy(trainer - rollout)
-    weights, _ = compute_rollout_correction_weights(log_ratios, torch.from_numpy(mask).double(), *options)
-    ratios = [np.exp(sum(trainer[row, t] - rollout[row, t] for t in range(5) if mask[row, t])) for row in range(64)]
+    weights, _ = compute_rollout_correction_weights(
+        log_ratios, torch.from_numpy(mask).double(), *options
+    )
+    ratios = [
+        np.exp(sum(trainer[row, t] - rollout[row, t] for t in range(5) if mask[row, t]))
+        for row in range(64)
+    ]
     expected = np.array([0.0 if ratio > 3 else ratio for ratio in ratios])[:, None] * mask
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
     assert sum(ratio > 3 for ratio in ratios) > 3
@@ -483,7 +589,11 @@ def test_the_published_ratio_is_trls() -> None:
 def test_any_number_of_processes_makes_the_published_batch() -> None:
     for processes in (1, 2, 4, 8):
         arguments = trl_arguments(processes)
-        rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * processes
+        rows = (
+            arguments["per_device_train_batch_size"]
+            * arguments["gradient_accumulation_steps"]
+            * processes
+        )
         assert rows == PUBLISHED_BATCH
     with pytest.raises(ValueError):
         trl_arguments(5)

@@ -18,7 +18,9 @@ from grail_advantage.reward import _verify_pool
 from grail_advantage.reward._normal import RULES, normal
 from recipe.data.specs import SPECS, convert
 
-DATA = Path(os.environ.get("GRAIL_DATA_DIR", Path(__file__).resolve().parents[3] / "shared" / "data"))
+DATA = Path(
+    os.environ.get("GRAIL_DATA_DIR", Path(__file__).resolve().parents[3] / "shared" / "data")
+)
 HERE = Path(__file__).parent
 KEYS = {"score": float, "acc": float, "answer_found": float, "verify_failed": float, "pred": str}
 VERDICTS = {"right": 1.0, "wrong": 0.0, "unread": None}
@@ -26,7 +28,9 @@ Case = tuple[Any, str, float | None]  # ground truth, box, score; None: 0, witho
 
 
 def judge(gold: Any, answer: str) -> dict[str, Any]:
-    result = reward.compute_score("test", f"Some reasoning.\nSo the answer is $\\boxed{{{answer}}}$.", gold)
+    result = reward.compute_score(
+        "test", f"Some reasoning.\nSo the answer is $\\boxed{{{answer}}}$.", gold
+    )
     assert {key: type(value) for key, value in result.items()} == KEYS
     assert result["score"] == result["acc"] and result["score"] in (0.0, 1.0)
     return result
@@ -63,7 +67,11 @@ def test_the_last_complete_box_counts() -> None:
         r"\boxed{5} and \boxed{6": "5", r"\boxed{\boxed{5}}": r"\boxed{5}", "é\\boxed{π\ud800}": "π\ud800",
     }.items():  # fmt: skip
         assert reward.last_boxed(text) == answer
-    expected = {"5": (0.0, 0.0, ""), r"\boxed{}": (0.0, 1.0, ""), r"\boxed{ $6.$ }": (0.0, 1.0, "6")}
+    expected = {
+        "5": (0.0, 0.0, ""),
+        r"\boxed{}": (0.0, 1.0, ""),
+        r"\boxed{ $6.$ }": (0.0, 1.0, "6"),
+    }
     for text, (score, answer_found, pred) in (expected | {r"\boxed{5}": (1.0, 1.0, "5")}).items():
         result = reward.compute_score("gsm8k", text, "5")
         assert result == dict(zip(KEYS, (score, score, answer_found, 0.0, pred), strict=True))
@@ -82,11 +90,17 @@ def test_the_table_of_verdicts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("half", "count"), [(0, 402), pytest.param(1, 399, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("half", "count"), [(0, 402), pytest.param(1, 399, marks=pytest.mark.nightly)]
+)
 def test_random_answers_and_the_same_changed_in_one_place(half: int, count: int) -> None:
     """240 expressions in ten styles, whose values were compared at two points modulo a prime in which -1 has a root, and
     150 numbers, lists, sets and tuples of fractions: no judge computed what is right. The normal form is its own."""
-    cases = [case for row in rows_of(HERE / "verdict_properties.jsonl")[half::2] for case in cases_of(row)]
+    cases = [
+        case
+        for row in rows_of(HERE / "verdict_properties.jsonl")[half::2]
+        for case in cases_of(row)
+    ]
     assert len(cases) == count and misjudged(cases) == []
     texts = {normal(text) for gold, box, _ in cases for text in (gold, box)}
     assert [text for text in texts if normal(text) != text] == []
@@ -97,13 +111,19 @@ def test_each_rule_is_needed_for_its_example() -> None:
         text = example = rule[0]
         for applied in RULES:
             text = text if applied is rule else applied[1].sub(applied[2], text)
-        assert " ".join(text.split()) != normal(example) == normal(normal(example)) != example, example
+        assert " ".join(text.split()) != normal(example) == normal(normal(example)) != example, (
+            example
+        )
 
 
 @pytest.mark.slow
 def test_answers_of_public_bug_reports() -> None:
     cases = [(case["input"], case["right"]) for case in rows_of(DATA / "answer_cases.jsonl")]
-    pairs = [(texts["gold"], texts["box"], float(right)) for texts, right in cases if texts.keys() == {"gold", "box"}]
+    pairs = [
+        (texts["gold"], texts["box"], float(right))
+        for texts, right in cases
+        if texts.keys() == {"gold", "box"}
+    ]
     assert misjudged(pairs) == []
 
 
@@ -116,7 +136,10 @@ def test_number_path_agrees_with_math_verify() -> None:
         decimal = f"{rng.randint(-999, 999)}.{rng.randint(0, 999):03d}"
         for gold, second in itertools.permutations((integer, decimal)):
             answer = second if digits is None else f"{float(gold):.{digits}f}"
-            assert reward._same_value(gold, answer) == _verify_pool.verify(gold, answer), (gold, answer)
+            assert reward._same_value(gold, answer) == _verify_pool.verify(gold, answer), (
+                gold,
+                answer,
+            )
 
 
 @pytest.mark.parametrize(
@@ -130,8 +153,13 @@ def test_number_path_agrees_with_math_verify() -> None:
 )
 def test_gold_answers_accept_themselves_and_no_other(name: str) -> None:
     spec = SPECS[name.removesuffix("_test").removesuffix("_sample5")]
-    golds = [convert(spec, row)["reward_model"]["ground_truth"] for row in rows_of(DATA / f"{name}.jsonl")]
+    golds = [
+        convert(spec, row)["reward_model"]["ground_truth"]
+        for row in rows_of(DATA / f"{name}.jsonl")
+    ]
     assert len(golds) >= 5 and [gold for gold in golds if not accepts(gold, gold)] == []
     if name in ("aime24", "amc23"):
-        pairs = [pair for pair in itertools.permutations(golds, 2) if float(pair[0]) != float(pair[1])]
+        pairs = [
+            pair for pair in itertools.permutations(golds, 2) if float(pair[0]) != float(pair[1])
+        ]
         assert len(pairs) > 500 and [pair for pair in pairs if accepts(*pair)] == []

@@ -63,13 +63,27 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
     caplog.set_level("DEBUG", "grail_advantage.reward")
     responses = hostile_responses(tmp_path / "marker")
     with ThreadPoolExecutor(8) as executor:
-        scores = executor.map(lambda response: reward.compute_score("", response, GOLD), responses.values())
+        scores = executor.map(
+            lambda response: reward.compute_score("", response, GOLD), responses.values()
+        )
         results = dict(zip(responses, scores, strict=True))
-    assert {name: result["score"] for name, result in results.items() if result["score"] != 0.0} == {}
+    assert {
+        name: result["score"] for name, result in results.items() if result["score"] != 0.0
+    } == {}
     assert not (tmp_path / "marker").exists() and results["empty"]["verify_failed"] == 0.0
     # Answer, ground truth and reason of each that has no verdict. Were the limit not enforced, the test would not get here.
-    reasons = {record.args[0]: str(record.args[2]) for record in caplog.records if isinstance(record.args, tuple)}
-    hanging = ("power tower", "huge factorial", "long sum", "polynomial to a high power", "nested parentheses")
+    reasons = {
+        record.args[0]: str(record.args[2])
+        for record in caplog.records
+        if isinstance(record.args, tuple)
+    }
+    hanging = (
+        "power tower",
+        "huge factorial",
+        "long sum",
+        "polynomial to a high power",
+        "nested parentheses",
+    )
     for name in (*hanging, "python call", "tex input", "nul bytes"):
         reason = reasons[reward.last_boxed(responses[name])]
         is_unread = "cannot read" in reason or "words" in reason
@@ -79,9 +93,16 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
         deadline = time.monotonic() + 60
         while worker.rlimit(psutil.RLIMIT_NOFILE) != (64, 64) and time.monotonic() < deadline:
             time.sleep(0.05)  # a worker that has just been forked sets its limits, this one last
-        limits = [worker.rlimit(getattr(psutil, f"RLIMIT_{name}")) for name in ("FSIZE", "CORE", "NPROC", "NOFILE")]
+        limits = [
+            worker.rlimit(getattr(psutil, f"RLIMIT_{name}"))
+            for name in ("FSIZE", "CORE", "NPROC", "NOFILE")
+        ]
         assert limits == [(0, 0), (0, 0), (0, 0), (64, 64)]
-        assert 0 < worker.rlimit(psutil.RLIMIT_AS)[1] - worker.memory_info().vms <= _verify_worker.MEMORY
+        assert (
+            0
+            < worker.rlimit(psutil.RLIMIT_AS)[1] - worker.memory_info().vms
+            <= _verify_worker.MEMORY
+        )
 
 
 AUDITED = r"""
@@ -135,12 +156,22 @@ for answer in answers:
 @pytest.mark.slow
 def test_no_answer_is_run(tmp_path: Path) -> None:
     """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
-    answers = [reward.last_boxed(response) or "" for response in hostile_responses(tmp_path / "marker").values()]
-    answers += json.loads(Path(__file__).with_name("hostile_pieces.json").read_text())  # code, LaTeX, braces: at random
-    answers = ["control", *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
+    answers = [
+        reward.last_boxed(response) or ""
+        for response in hostile_responses(tmp_path / "marker").values()
+    ]
+    answers += json.loads(
+        Path(__file__).with_name("hostile_pieces.json").read_text()
+    )  # code, LaTeX, braces: at random
+    answers = [
+        "control",
+        *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS),
+    ]
     folder = Path(reward.__file__).parent
     stdin = json.dumps([GOLD, answers])
-    done = subprocess.run([sys.executable, "-c", AUDITED], input=stdin, stdout=-1, text=True, check=True, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", AUDITED], input=stdin, stdout=-1, text=True, check=True, cwd=folder
+    )
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events == [["control", event] for event in ("compile", "open", "os.system")]
 
@@ -148,7 +179,10 @@ def test_no_answer_is_run(tmp_path: Path) -> None:
 def _gone(pids: list[int], seconds: float = 60.0) -> bool:
     """Waits until no process of ``pids`` runs any more."""
     deadline = time.monotonic() + seconds
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        for pid in pids
+    ):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
@@ -156,7 +190,9 @@ def _gone(pids: list[int], seconds: float = 60.0) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_processes_are_replaced(short_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_and_stopped_processes_are_replaced(
+    short_limit: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And none of them gets a key of the program's."""
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "2")
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -189,7 +225,10 @@ def test_a_worker_ends_if_its_server_did_before_it_was_bound_to_it() -> None:
     """Else it would keep the connections open, and a question to another worker would wait for all of the patience."""
     program = "import _verify_worker as worker, multiprocessing as m; a, b = m.Pipe(); worker.work(b, 1.0, server=1)"
     folder = Path(reward.__file__).parent
-    assert subprocess.run([sys.executable, "-c", program], cwd=folder, timeout=60).returncode == _verify_worker.CLOSED
+    assert (
+        subprocess.run([sys.executable, "-c", program], cwd=folder, timeout=60).returncode
+        == _verify_worker.CLOSED
+    )
 
 
 FORKED = """
@@ -217,7 +256,9 @@ say(3)
 def test_a_fork_has_its_own_workers_and_none_outlives_its_program() -> None:
     """Neither an idle worker nor one that hangs, of a program that had no chance to clean up."""
     with subprocess.Popen([sys.executable, "-c", FORKED], stdout=-1, text=True) as process:
-        answers = [json.loads(process.stdout.readline()) for _ in range(3)]  # first, in the fork, after the fork
+        answers = [
+            json.loads(process.stdout.readline()) for _ in range(3)
+        ]  # first, in the fork, after the fork
         verdicts, (own_workers, forks_workers, own_workers_later) = zip(*answers, strict=True)
         ended = _gone(forks_workers)
         time.sleep(0.5)  # so that the hanging answer has reached its worker

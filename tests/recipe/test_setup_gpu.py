@@ -29,11 +29,18 @@ def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: st
     for name, text in {"uv": UV, "python": PYTHON}.items():
         (tmp_path / name).write_text(text.format(folder=tmp_path, python=sys.executable))
         (tmp_path / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WHEEL": wheel, "ANY_MACHINE": "1"}
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "WHEEL": wheel,
+        "ANY_MACHINE": "1",
+    }
     options = [] if wheel == "none" else ["--requirements-only"]
     command = ["bash", str(ROOT / "scripts/setup_gpu.sh"), *options]
     done = subprocess.run(
-        command, env=environment | {"PYTHON": str(tmp_path / "python")}, capture_output=True, text=True
+        command,
+        env=environment | {"PYTHON": str(tmp_path / "python")},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and "ready after" in done.stderr, done.stderr
     calls = (tmp_path / "calls").read_text()

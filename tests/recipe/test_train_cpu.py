@@ -36,7 +36,9 @@ def folder(tmp_path: Path) -> Path:
     """The scripts in a folder of their own."""
     scripts = ("examples/run_tiny_cpu_grail.sh", "scripts/knobs.sh", "scripts/train_cpu.sh")
     files = {name: (ROOT / name).read_text() for name in scripts}
-    for name, text in (files | {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}).items():
+    for name, text in (
+        files | {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}
+    ).items():
         (file := tmp_path / "it's, [1] a=b ~" / name).parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         file.chmod(0o755)
@@ -46,7 +48,14 @@ def folder(tmp_path: Path) -> Path:
 def begin(folder: Path, **knobs: str) -> psutil.Popen:
     variables = {"PATH": "/usr/bin:/bin", "OUTPUT_DIR": "out", **knobs}
     command = ["bash", "examples/run_tiny_cpu_grail.sh"]
-    return psutil.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return psutil.Popen(
+        command,
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def start(folder: Path, **knobs: str) -> tuple[int, str]:
@@ -82,7 +91,9 @@ def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path
             time.sleep(0.05)
         children = running.children(recursive=True)
         assert [start(folder, FRESH=fresh)[0] for fresh in ("0", "1")] == [1, 1]
-        assert (out / "grail.log").read_text().count("a life") == 1 and not (out / "grail.1").exists()
+        assert (out / "grail.log").read_text().count("a life") == 1 and not (
+            out / "grail.1"
+        ).exists()
         running.terminate()
         assert running.wait(timeout=30) == -signal.SIGTERM
         while any(map(lives, children)):

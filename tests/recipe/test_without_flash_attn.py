@@ -39,7 +39,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def plain_varlen_attn(
-    query: Any, key: Any, value: Any, limits: Any, *limits_and_longest: Any, scale: float, window_size: tuple
+    query: Any,
+    key: Any,
+    value: Any,
+    limits: Any,
+    *limits_and_longest: Any,
+    scale: float,
+    window_size: tuple,
 ) -> Any:
     """Sequence by sequence; a token sees those from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
     lengths = limits.diff().tolist()
@@ -50,10 +56,14 @@ def plain_varlen_attn(
     )
     assert query.shape == key.shape == value.shape and sum(lengths) == len(query)
     outputs = []
-    for parts in zip(*(tensor.transpose(0, 1).split(lengths, 1) for tensor in (query, key, value)), strict=True):
+    for parts in zip(
+        *(tensor.transpose(0, 1).split(lengths, 1) for tensor in (query, key, value)), strict=True
+    ):
         places = torch.arange(parts[0].shape[1])
         distances = places[:, None] - places
-        seen = (distances >= -window_size[1]) & ((distances <= window_size[0]) | (window_size[0] < 0))
+        seen = (distances >= -window_size[1]) & (
+            (distances <= window_size[0]) | (window_size[0] < 0)
+        )
         outputs.append(functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale))
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
@@ -62,11 +72,17 @@ def model(attention: str, **window: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(**{**SHAPES["toy"], **heads}, **window)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, attn_implementation=attention
+    )
 
 
-@pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}])
-def test_packed_responses_are_those_alone(window: dict, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "window", [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}]
+)
+def test_packed_responses_are_those_alone(
+    window: dict, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Four
     heads of queries share two of keys."""
     monkeypatch.setattr(kernels.varlen, "varlen_attn", plain_varlen_attn)
@@ -86,17 +102,27 @@ def test_packed_responses_are_those_alone(window: dict, kernels: ModuleType, mon
     torch.testing.assert_close(*gradients)
 
 
-NOT_THERE = [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"rows": 2}, {"cached": 3}]
+NOT_THERE = [
+    {"dropout": 0.1},
+    {"softcap": 30.0},
+    {"s_aux": torch.ones(4)},
+    {"rows": 2},
+    {"cached": 3},
+]
 """What a model may ask of attention: noise, a bound of scores, sinks, padded rows, earlier keys."""
 
 
 @pytest.mark.parametrize("needed", NOT_THERE)
-def test_what_the_kernels_do_not_have_is_refused(needed: dict[str, Any], kernels: ModuleType) -> None:
+def test_what_the_kernels_do_not_have_is_refused(
+    needed: dict[str, Any], kernels: ModuleType
+) -> None:
     sizes = {"rows": 1, "cached": 0, **needed}
     query = torch.randn(sizes["rows"], 4, 5, 8)
     key = torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
     with pytest.raises(ValueError, match="attn_implementation=sdpa"):
-        kernels.torch_varlen(torch.nn.Identity(), query, key, key, None, position_ids=torch.arange(5)[None], **needed)
+        kernels.torch_varlen(
+            torch.nn.Identity(), query, key, key, None, position_ids=torch.arange(5)[None], **needed
+        )
 
 
 @pytest.fixture
@@ -105,7 +131,9 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def begin(installed: str, *overrides: str) -> DictConfig:
         spec = find_spec("json")
-        monkeypatch.setattr(run_life, "find_spec", lambda name: spec if name in installed.split() else None)
+        monkeypatch.setattr(
+            run_life, "find_spec", lambda name: spec if name in installed.split() else None
+        )
         (data := tmp_path / "data.parquet").touch()
         files = (f"data.train_files={data}", f"data.val_files={data}", f"run.folder={tmp_path}/run")
         config = compose("grail_trainer", [*files, *overrides])
@@ -136,20 +164,29 @@ def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any) -> None:
     assert asked(begun("verl_cpu", f"{MODEL}.external_lib=mine"))[0] == ["mine", ours]
 
 
-def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(begun: Any, tmp_path: Path) -> None:
+def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(
+    begun: Any, tmp_path: Path
+) -> None:
     """Who reads a checkpoint's config.json need not know these kernels; the user's own options are in it."""
     for part in load_shipped():
         part.save_pretrained(tmp_path / "model")
     dropout = f"+{MODEL}.override_config.attention_dropout=0.25"
-    config = omega_conf_to_dataclass(begun("verl_cpu", f"{MODEL}.path={tmp_path}/model", dropout)).hf_config
+    config = omega_conf_to_dataclass(
+        begun("verl_cpu", f"{MODEL}.path={tmp_path}/model", dropout)
+    ).hf_config
     assert config._attn_implementation == ATTENTION
     assert ATTENTION not in config.to_json_string() and config.attention_dropout == 0.25
 
 
 @pytest.mark.parametrize(
     ("installed", "override", "message"),
-    [("", SDPA, "pip install --no-deps -e packages/verl-cpu"), ("verl_cpu", SLICES, f"{SLICES} needs flash-attn")],
+    [
+        ("", SDPA, "pip install --no-deps -e packages/verl-cpu"),
+        ("verl_cpu", SLICES, f"{SLICES} needs flash-attn"),
+    ],
 )
-def test_what_needs_flash_attn_is_refused_before_ray(begun: Any, installed: str, override: str, message: str) -> None:
+def test_what_needs_flash_attn_is_refused_before_ray(
+    begun: Any, installed: str, override: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         begun(installed, override)

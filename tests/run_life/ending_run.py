@@ -33,7 +33,9 @@ class Worker:
         child = subprocess.Popen(["sleep", "300"])
         # Ray's worker ends its own children when it exits, with a session of their own or not.
         detach = ["sh", "-c", "sleep 300 >/dev/null & echo $!"]
-        upload = subprocess.run(detach, start_new_session=True, stdout=subprocess.PIPE, check=True).stdout
+        upload = subprocess.run(
+            detach, start_new_session=True, stdout=subprocess.PIPE, check=True
+        ).stdout
         return {"worker": os.getpid(), "child": child.pid, "upload": int(upload)}
 
     def work(self) -> None:
@@ -59,8 +61,12 @@ class _Waits:
         worker = ray.remote(Worker).options(name="the_worker").remote()
         self.actor_rollout_wg = SimpleNamespace(workers=[worker])
         processes = ray.get(worker.start.remote()) | {"trainer": os.getpid()}
-        time.sleep(5 * watch.INTERVAL)  # the death of the user's process is noticed, if anybody asks
-        write_whole(Path(self.config.trainer.default_local_dir, "processes.json"), json.dumps(processes))
+        time.sleep(
+            5 * watch.INTERVAL
+        )  # the death of the user's process is noticed, if anybody asks
+        write_whole(
+            Path(self.config.trainer.default_local_dir, "processes.json"), json.dumps(processes)
+        )
         ray.get(worker.work.remote())
 
 
@@ -82,11 +88,19 @@ if __name__ == "__main__":
     os.environ.update(RAY_process_group_cleanup_enabled="1")  # as recipe.run_life sets it
     for tries in reversed(range(STARTS)):
         try:
-            ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}))
+            ray.init(
+                **(
+                    {}
+                    if "RAY_ADDRESS" in os.environ
+                    else {"num_cpus": 4, "include_dashboard": False}
+                )
+            )
             break
         except Exception as error:
             if NOT_STARTED not in str(error) or not tries:
                 raise
     settings = {"default_local_dir": sys.argv[1], "val_only": False, "val_before_train": False}
-    config = OmegaConf.create({"trainer": settings, "actor_rollout_ref": {"rollout": {"name": "vllm"}}})
+    config = OmegaConf.create(
+        {"trainer": settings, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}
+    )
     ray.get(TaskRunner.remote().run.remote(config))

@@ -19,7 +19,9 @@ STARTED_IN = 1800.0
 class KilledRun:
     """A run of a tiny model in an empty folder; with further options and variables, and so many prompts in the data set."""
 
-    def __init__(self, folder: Path, overrides: list[str], *, rows: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, overrides: list[str], *, rows: int, environment: dict[str, str]
+    ) -> None:
         self.folder = folder
         self.everybody = set[psutil.Process]()
         self.result: subprocess.CompletedProcess[str] | None = None
@@ -27,7 +29,10 @@ class KilledRun:
             "algorithm.adv_estimator=grail",
             "data.train_batch_size=2",
             "actor_rollout_ref.rollout.n=2",
-            *(f"actor_rollout_ref.actor.{size}" for size in ("ppo_max_token_len_per_gpu=128", "ppo_mini_batch_size=2")),
+            *(
+                f"actor_rollout_ref.actor.{size}"
+                for size in ("ppo_max_token_len_per_gpu=128", "ppo_mini_batch_size=2")
+            ),
             "trainer.total_epochs=1000",
             "trainer.total_training_steps=1000",
             "trainer.save_freq=1",
@@ -63,12 +68,16 @@ class KilledRun:
     def engine(self) -> int:
         """The process id of a vLLM engine."""
         living = filter(lives, self.everybody)
-        return next(process.pid for process in living if "VLLM::EngineCore" in " ".join(process.cmdline()))
+        return next(
+            process.pid for process in living if "VLLM::EngineCore" in " ".join(process.cmdline())
+        )
 
     def end(self, seconds: float) -> None:
         """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
         deadline = time.monotonic() + seconds
-        while (living := [process for process in self.everybody if lives(process)]) or self._thread.is_alive():
+        while (
+            living := [process for process in self.everybody if lives(process)]
+        ) or self._thread.is_alive():
             assert time.monotonic() < deadline, f"after {seconds:.0f} s are still there: {living}"
             for process in living:
                 with contextlib.suppress(psutil.Error):

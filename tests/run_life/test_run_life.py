@@ -125,23 +125,33 @@ def test_everything_else_defines_a_run(begun: Path) -> None:
     for option, (stored, value) in DEFINES.items():
         message = _refused(begun, f"{option}={value}")
         assert f"  {option.lstrip('+')}: {stored!r} there, {value!r} here\n" in message
-    refused = _refused(begun, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60")
+    refused = _refused(
+        begun, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60"
+    )
     named = {line.split(":")[0].strip() for line in refused.splitlines()[1:-1]}
     seeds = {
         "data.seed",
-        *(f"actor_rollout_ref.{option}" for option in ("actor.data_loader_seed", "actor.fsdp_config.seed")),
+        *(
+            f"actor_rollout_ref.{option}"
+            for option in ("actor.data_loader_seed", "actor.fsdp_config.seed")
+        ),
     }
     assert named == {"algorithm.grail.gate", "actor_rollout_ref.rollout.seed"} | seeds
 
 
 def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
     """Two runs' checkpoints in one folder would be told apart by nothing."""
-    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={begun}/checkpoints/global_step_10")
+    named = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={begun}/checkpoints/global_step_10",
+    )
     for how in (named, ("trainer.resume_mode=disable",)):
         _start(begun, *how)
         assert "data.seed" in _refused(begun, *how, "data.seed=7")
     _start(begun.with_name("elsewhere"), *named, "data.seed=7")
-    assert "resume_from_path" in _refused(begun, named[0], "trainer.resume_from_path=/nowhere/global_step_1")
+    assert "resume_from_path" in _refused(
+        begun, named[0], "trainer.resume_from_path=/nowhere/global_step_1"
+    )
     (begun / "checkpoints" / RUN_DEFINITION).unlink()
     assert RUN_DEFINITION in _refused(begun)
     _start(begun, *named)
@@ -149,7 +159,9 @@ def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["data", "reward function", "model", "tools"])
-def test_a_file_that_was_written_anew_is_another_run_s(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_written_anew_is_another_run_s(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
     """Under the same name. The same content elsewhere is the same run."""
     (model := tmp_path / "model").mkdir()
     files = {"data": tmp_path / "data.parquet", "model": model / "weights.safetensors"}
@@ -157,12 +169,17 @@ def test_a_file_that_was_written_anew_is_another_run_s(kind: str, folder: Path, 
     files["tools"] = tmp_path / "tools.yaml"
     for file in files.values():
         file.write_text("first")
-    options = {"reward function": "reward.custom_reward_function.path", "model": "actor_rollout_ref.model.path"}
+    options = {
+        "reward function": "reward.custom_reward_function.path",
+        "model": "actor_rollout_ref.model.path",
+    }
     options["tools"] = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
     options["data"] = "data.train_files"
 
     def overrides(at: Path) -> list[str]:
-        function, tools = (f"{options[name]}={at / files[name].name}" for name in ("reward function", "tools"))
+        function, tools = (
+            f"{options[name]}={at / files[name].name}" for name in ("reward function", "tools")
+        )
         return [function, tools, f"{options['model']}={at / 'model'}"]
 
     _start(folder, *overrides(tmp_path))
@@ -189,15 +206,25 @@ def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path) -> None:
     stored["definition"]["x\x1b[2J"] = "y\x1b[2J"
     path.write_text(json.dumps(stored))
     assert "\x1b" not in _refused(begun)
-    for odd in ([], {}, {"definition": 1, "by": 1}, {"definition": [], "run": ["\x1b"]}, {"contents": 7}):
+    for odd in (
+        [],
+        {},
+        {"definition": 1, "by": 1},
+        {"definition": [], "run": ["\x1b"]},
+        {"contents": 7},
+    ):
         path.write_text(json.dumps(odd))
         assert RUN_DEFINITION in _refused(begun)
-    path.write_text(json.dumps(stored | {"definition": {}, "by": 1, "run": ["\x1b"], "contents": [7]}))
+    path.write_text(
+        json.dumps(stored | {"definition": {}, "by": 1, "run": ["\x1b"], "contents": [7]})
+    )
     _start(begun)
     assert json.loads(path.read_text())["run"].isalnum()
 
 
-def test_a_folder_is_only_moved_away_after_its_check(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_only_moved_away_after_its_check(
+    begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By scripts/train_cpu.sh: FRESH=1 lets no other run resume."""
     monkeypatch.setenv("FRESH", "1")
     assert "data.seed" in _refused(begun, "data.seed=7")
@@ -228,14 +255,22 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
         _start(begun)
 
 
-def test_the_last_checkpoints_of_all_starts_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_checkpoints_of_all_starts_stay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what others put beside verl's files, and steps that are to be written again."""
     monkeypatch.setattr(run_life, "STARTS", ["recipe.run_life"])
     folders = [_save(folder, step) for step in (2, 4, 6, 8, 100)]
     (folders[1] / "notes.txt").touch()
-    saved = {"global_step": 8, "checkpoint_dir": str(folder / "checkpoints/global_step_8"), "async_save": False}
+    saved = {
+        "global_step": 8,
+        "checkpoint_dir": str(folder / "checkpoints/global_step_8"),
+        "async_save": False,
+    }
     for count, steps in ((None, [2, 4, 6, 8, 100]), (2, [4, 6, 8, 100])):
-        KeepLast(OmegaConf.create({"trainer": {"max_actor_ckpt_to_keep": count}})).on_save(trainer=None, **saved)
+        KeepLast(OmegaConf.create({"trainer": {"max_actor_ckpt_to_keep": count}})).on_save(
+            trainer=None, **saved
+        )
         remaining = sorted((folder / "checkpoints").glob("global_step_*"), key=run_life._step)
         assert [run_life._step(path) for path in remaining] == steps
     assert [path.name for path in remaining[0].rglob("*")] == ["notes.txt"]
@@ -267,8 +302,12 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
         run.kill()
 
 
-def test_the_switch_is_the_module_of_verls_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry := dict(TRAINER_REGISTRY))
+def test_the_switch_is_the_module_of_verls_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry := dict(TRAINER_REGISTRY)
+    )
     run_life.register_trainers()
     assert registry and all(issubclass(trainer, KeptRun) for trainer in registry.values())
     assert all(issubclass(registry[name], trainer) for name, trainer in TRAINER_REGISTRY.items())
@@ -289,11 +328,21 @@ def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 logger.log({"started": resumed}, step)
         with (tmp_path / "metrics.jsonl").open("ab") as file:
             file.write(b'{"step": 7, "data": {"dr')
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[:-1]]
-    assert [(line["step"], line["data"]["started"]) for line in lines] == [(0, 0), (1, 0), (2, 0), (3, 2), (4, 3)]
+    lines = [
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[:-1]
+    ]
+    assert [(line["step"], line["data"]["started"]) for line in lines] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (3, 2),
+        (4, 3),
+    ]
 
 
-@pytest.mark.parametrize(("step", "only", "validates"), [(0, False, True), (3, False, False), (3, True, True)])
+@pytest.mark.parametrize(
+    ("step", "only", "validates"), [(0, False, True), (3, False, False), (3, True, True)]
+)
 def test_the_first_start_alone_validates_before_training(
     step: int, only: bool, validates: bool, monkeypatch: Any
 ) -> None:
@@ -318,7 +367,9 @@ class _Batches:
     """verl's data loader and batches, with its random keys."""
 
     def _fetch_one_gen_batch(self) -> TensorDict:
-        return tu.get_tensordict({"uid": np.array(["a", "b", "c"], dtype=object), "x": torch.arange(3)})
+        return tu.get_tensordict(
+            {"uid": np.array(["a", "b", "c"], dtype=object), "x": torch.arange(3)}
+        )
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return batch
@@ -333,7 +384,9 @@ def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
     fetched = []
     for trainer.global_steps in (3, 3, 4):
         fetched += tu.get(trainer._fetch_one_gen_batch(), "uid")
-    assert fetched == [f"00000{step}-{place:05d}" for step, count in ((3, 6), (4, 3)) for place in range(count)]
+    assert fetched == [
+        f"00000{step}-{place:05d}" for step, count in ((3, 6), (4, 3)) for place in range(count)
+    ]
     keys = ["000001-00002_0_0", "000001-00001_10_0", "000001-00001_2_10", "000001-00001_2_9"]
     batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{"row": i} for i in range(4)])
     balanced = trainer._balance_batch(batch, {})
@@ -341,7 +394,12 @@ def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
 
 
 def _seeds(
-    monkeypatch: pytest.MonkeyPatch, *, run: int = 0, step: int = 1, validate: bool = False, **prompt: Any
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    run: int = 0,
+    step: int = 1,
+    validate: bool = False,
+    **prompt: Any,
 ) -> list:
     """The seeds of a response's three turns, for each of which verl's loops send the same parameters."""
     parameters = {"temperature": 0.7}
@@ -350,13 +408,17 @@ def _seeds(
     async def generate(*, sampling_params: dict) -> None:
         received.append(sampling_params)
 
-    async def conversation(self: Any, sampling_params: dict, trajectory: dict, *, agent_name: str, **_: Any) -> None:
+    async def conversation(
+        self: Any, sampling_params: dict, trajectory: dict, *, agent_name: str, **_: Any
+    ) -> None:
         for _turn in range(3):
             await self.llm_client.generate(sampling_params=sampling_params)
 
     monkeypatch.setattr(SeededAgentLoopWorker.__mro__[1], "_run_agent_loop", conversation)
     worker = SeededAgentLoopWorker.__new__(SeededAgentLoopWorker)
-    worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(seed=run)))
+    worker.config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(seed=run))
+    )
     worker.llm_client = client = SimpleNamespace(generate=generate)
     request = {
         "raw_prompt": [{"role": "user", "content": "1+1"}],
@@ -370,10 +432,14 @@ def _seeds(
     assert worker.llm_client is client and parameters == {"temperature": 0.7}, (
         "the worker's own, shared by all responses"
     )
-    return [params["seed"] for params in received if params == {**parameters, "seed": params["seed"]}]
+    return [
+        params["seed"] for params in received if params == {**parameters, "seed": params["seed"]}
+    ]
 
 
-def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prompt = [{"role": "user", "content": "1+2"}]
     variants = [
         {},

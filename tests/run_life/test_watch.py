@@ -85,11 +85,15 @@ def _await(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("worker", 1), ("driver", -signal.SIGKILL)])
-def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(tmp_path: Path, name: str, status: int) -> None:
+def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
+    tmp_path: Path, name: str, status: int
+) -> None:
     """A process of the user's has died before, and ended nothing."""
     command = [sys.executable, "-m", "tests.run_life.ending_run", str(tmp_path)]
     with (tmp_path / "output").open("w") as output:
-        driver = psutil.Popen(command, cwd=Path(__file__).parents[2], stdout=output, stderr=subprocess.STDOUT)
+        driver = psutil.Popen(
+            command, cwd=Path(__file__).parents[2], stdout=output, stderr=subprocess.STDOUT
+        )
     everybody = {driver}
     try:
         path = tmp_path / "processes.json"
@@ -106,7 +110,9 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(tmp_path
         )
         assert lives(psutil.Process(processes["upload"]))
         text = (tmp_path / "output").read_text()
-        assert name == "driver" or all(part in text for part in (HEADLINE, "class_name: Worker", "name: the_worker"))
+        assert name == "driver" or all(
+            part in text for part in (HEADLINE, "class_name: Worker", "name: the_worker")
+        )
     finally:
         for process in filter(lives, everybody):
             process.kill()

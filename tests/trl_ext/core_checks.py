@@ -35,7 +35,15 @@ from scripts import docs_pages
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import END, PAD, Family, Rollout, char_tokenizer, make_batch
 from tests.trl_ext import world
-from tests.trl_ext.world import MICRO, build, generation_batch, mismatches, new_model, parameters, trained
+from tests.trl_ext.world import (
+    MICRO,
+    build,
+    generation_batch,
+    mismatches,
+    new_model,
+    parameters,
+    trained,
+)
 from tests.unjudged import UNJUDGED
 
 WHOLE = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": False}}
@@ -45,7 +53,11 @@ WHOLE = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": 
     "options",
     [
         *({"loss_type": loss, "scale_rewards": "none"} for loss in LOSSES),
-        {"scale_rewards": "batch", "mask_truncated_completions": True, "gradient_checkpointing": True},
+        {
+            "scale_rewards": "batch",
+            "mask_truncated_completions": True,
+            "gradient_checkpointing": True,
+        },
         {"bf16": True, "scale_rewards": "group"},
         {"multi_objective_aggregation": "normalize_then_sum"},
     ],
@@ -55,7 +67,10 @@ def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, 
     """Bit for bit: 8 updates of 4 micro-batches of 2, for each of two generation batches, which is used twice."""
     settings = {"num_iterations": 2, "max_steps": 8, "learning_rate": 0.3, **MICRO, **options}
     kinds = {GRPOTrainer: {}, TokenWeightGRPOTrainer: WHOLE}
-    ends = [parameters(trained(tmp_path, kind, weights=weights, **settings).model) for kind, weights in kinds.items()]
+    ends = [
+        parameters(trained(tmp_path, kind, weights=weights, **settings).model)
+        for kind, weights in kinds.items()
+    ]
     assert torch.equal(*ends) and not torch.allclose(ends[0], parameters(new_model()), atol=1e-3)
 
 
@@ -68,7 +83,11 @@ def plain_weights(
 ) -> tuple[TokenWeights, torch.Tensor]:
     """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages. One
     that is cut off is masked."""
-    texts = [(prompt.format(prompt_text), script) for prompt_text, scripts in world.TEXTS.items() for script in scripts]
+    texts = [
+        (prompt.format(prompt_text), script)
+        for prompt_text, scripts in world.TEXTS.items()
+        for script in scripts
+    ]
     pairs = zip(texts, ADVANTAGES, strict=True)
     batch = make_batch(
         [
@@ -92,16 +111,25 @@ def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
     """Which is within the prepared model's forward: advantages are those of float32 but for its rounding."""
     advantages = []
     for name, bf16 in (("exact", False), ("half", True)):
-        trained(tmp_path, weights={"token_weights": Grail(gate="all"), "token_dump": tmp_path / name}, bf16=bf16)
+        trained(
+            tmp_path,
+            weights={"token_weights": Grail(gate="all"), "token_dump": tmp_path / name},
+            bf16=bf16,
+        )
         advantages.append(np.concatenate([row.advantage_T for row in read_dump(tmp_path / name)]))
-    assert 1e-4 < np.linalg.norm(advantages[1] - advantages[0]) / np.linalg.norm(advantages[0]) < 0.1
+    assert (
+        1e-4 < np.linalg.norm(advantages[1] - advantages[0]) / np.linalg.norm(advantages[0]) < 0.1
+    )
 
 
 UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
     # Of the responses of the second prompt: a second function's rewards; the first one's are the script's.
     "its weighted sum is too large": ([0.0, 1e17, 0.0, 0.0], {"reward_weights": [1.0, 100.0]}),
     "a group of both signs": ([torch.inf, -torch.inf] * 2, {"scale_rewards": "group"}),
-    "normalised apart": ([0.0, -torch.inf, 0.0, 0.0], {"multi_objective_aggregation": "normalize_then_sum"}),
+    "normalised apart": (
+        [0.0, -torch.inf, 0.0, 0.0],
+        {"multi_objective_aggregation": "normalize_then_sum"},
+    ),
 }
 
 
@@ -118,22 +146,36 @@ def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) 
         for column in (outcomes, values):
             rewards = [None if skip else value for value, skip in zip(column, none, strict=True)]
             options["reward"].append(lambda *, rewards=rewards, **_: rewards)
-        trainers.append(trained(tmp_path, weights={"token_weights": "grail", "token_dump": tmp_path / name}, **options))
+        trainers.append(
+            trained(
+                tmp_path,
+                weights={"token_weights": "grail", "token_dump": tmp_path / name},
+                **options,
+            )
+        )
     assert torch.equal(*(parameters(trainer.model) for trainer in trainers))
-    assert not torch.equal(parameters(trainers[0].model), parameters(new_model())), "the other responses train"
+    assert not torch.equal(parameters(trainers[0].model), parameters(new_model())), (
+        "the other responses train"
+    )
     assert logged(trainers[0])["grail/unjudged_rate"] == pytest.approx(sum(bad) / 8)
     for row in [row for row, skip in zip(read_dump(tmp_path / "known"), bad, strict=True) if skip]:
         assert (row.outcome is None or abs(row.reward) > LARGEST) and not row.advantage_T.any()
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
-def test_the_others_are_compared_without_a_reward_that_cannot_be_used(tmp_path: Path, name: str) -> None:
+def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
+    tmp_path: Path, name: str
+) -> None:
     rewards, expected = UNJUDGED[name]
     trainer = build(tmp_path, weights=WHOLE, reward=lambda **_: [*rewards, 1.0, 0.0, 1.0, 0.0])
     batch = generation_batch(trainer)
-    for advantage_T, mask_T, value in zip(batch["advantages"], batch["completion_mask"].bool(), expected, strict=False):
+    for advantage_T, mask_T, value in zip(
+        batch["advantages"], batch["completion_mask"].bool(), expected, strict=False
+    ):
         expected_value = 0.0 if math.isnan(value) else value
-        torch.testing.assert_close(advantage_T[mask_T], torch.full((int(mask_T.sum()),), expected_value))
+        torch.testing.assert_close(
+            advantage_T[mask_T], torch.full((int(mask_T.sum()),), expected_value)
+        )
 
 
 def logged(trainer: GRPOTrainer) -> dict[str, float]:
@@ -142,20 +184,34 @@ def logged(trainer: GRPOTrainer) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str) -> None:
+def test_the_mean_of_the_runs_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
     """Which a method's threshold is compared with. dr_grpo divides by the longest length, not by the batch's width."""
     trainer = build(tmp_path, weights={"token_weights": "uniform"}, loss_type=loss_type)
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    expected = {"grpo": 11 / 4, "sapo": 11 / 4, "dr_grpo": 7 / 2 / trainer.args.max_completion_length}
+    expected = {
+        "grpo": 11 / 4,
+        "sapo": 11 / 4,
+        "dr_grpo": 7 / 2 / trainer.args.max_completion_length,
+    }
     rollouts = []
-    monkeypatch.setattr(trainer_module, "weigh", lambda r, *rest: rollouts.append(r) or weigh(r, *rest))
+    monkeypatch.setattr(
+        trainer_module, "weigh", lambda r, *rest: rollouts.append(r) or weigh(r, *rest)
+    )
     generation_batch(trainer)
-    assert rollouts[0].mean(values_BT, mask_BT) == pytest.approx(expected.get(loss_type, 7 / 3), rel=1e-6)
+    assert rollouts[0].mean(values_BT, mask_BT) == pytest.approx(
+        expected.get(loss_type, 7 / 3), rel=1e-6
+    )
 
 
-@pytest.mark.parametrize(("loss_type", "tools"), [*((loss, False) for loss in LOSSES), ("bnpo", True)])
-def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str, tools: bool) -> None:
+@pytest.mark.parametrize(
+    ("loss_type", "tools"), [*((loss, False) for loss in LOSSES), ("bnpo", True)]
+)
+def test_the_update_is_the_same_without_zero_advantage_responses(
+    tmp_path: Path, loss_type: str, tools: bool
+) -> None:
     """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
     that the run misses, and is made once. Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
     moved = []
@@ -184,7 +240,9 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
     for skip in (False, True):
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
         of_tools = world.talks() | {"weights": {**weights, "tools": [world.GAME.guess]}}
-        trainer = build(tmp_path, Recording, **(of_tools if tools else {"weights": weights}) | options)
+        trainer = build(
+            tmp_path, Recording, **(of_tools if tools else {"weights": weights}) | options
+        )
         start = parameters(trainer.model).clone()
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
             trainer.train()
@@ -200,21 +258,27 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
 def mixing() -> Any:
     """Each response also gets some of the others."""
     model = new_model()
-    model.model.layers[1].register_forward_hook(lambda *values: values[-1] + 0.1 * values[-1].mean(dim=0, keepdim=True))
+    model.model.layers[1].register_forward_hook(
+        lambda *values: values[-1] + 0.1 * values[-1].mean(dim=0, keepdim=True)
+    )
     return model
 
 
 DEPENDING = {
     "dropout": lambda: {"model": new_model(attention_dropout=0.1)},
     "LoRA's dropout": lambda: {
-        "model": get_peft_model(new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+        "model": get_peft_model(
+            new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+        )
     },
     "rows that see each other": lambda: {"model": mixing()},
 }
 
 
 @pytest.mark.parametrize("name", DEPENDING)
-def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(tmp_path: Path, name: str) -> None:
+def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(
+    tmp_path: Path, name: str
+) -> None:
     """It is refused before the first update; TRL's own training, and a micro-batch of one response, go on."""
     for skip, size in ((True, 4), (True, 1), (False, 4)):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
@@ -235,17 +299,23 @@ def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path
     ends = []
     adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="virtual tokens"):
-        generation_batch(build(tmp_path, weights={"token_weights": Grail(gate="all"), "peft_config": adapter}))
+        generation_batch(
+            build(tmp_path, weights={"token_weights": Grail(gate="all"), "peft_config": adapter})
+        )
     for kind, weights in ((GRPOTrainer, {}), (TokenWeightGRPOTrainer, WHOLE)):
         torch.manual_seed(0)
-        ends.append(parameters(trained(tmp_path, kind, weights={**weights, "peft_config": adapter}).model))
+        ends.append(
+            parameters(trained(tmp_path, kind, weights={**weights, "peft_config": adapter}).model)
+        )
     assert torch.equal(*ends)
 
 
 def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path) -> None:
     """And more responses than one together."""
     weights = {"token_weights": Grail(gate="all", span="last")}
-    trainer = build(tmp_path, weights=weights, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    trainer = build(
+        tmp_path, weights=weights, per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
     for _ in range(2):  # at first the model is asked how it computes
         with watch_inputs(trainer.model.model.embed_tokens) as shapes:
             batch = generation_batch(trainer)
@@ -283,7 +353,10 @@ def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
 def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(tmp_path: Path) -> None:
     """Of a model whose padding token is not its end token."""
     scripts = {
-        prompt: [script if script.ends else script._replace(turns=[script.turns[0] + PAD]) for script in of_prompt]
+        prompt: [
+            script if script.ends else script._replace(turns=[script.turns[0] + PAD])
+            for script in of_prompt
+        ]
         for prompt, of_prompt in world.TEXTS.items()
     }
     figures = logged(trained(tmp_path, scripts=scripts))
@@ -293,17 +366,25 @@ def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(tmp_p
 def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     """Token advantages are those of the model that it is merged into, and of the answer's format; it alone is trained."""
     torch.manual_seed(0)
-    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapter = LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
     method = Grail("robust", gate="all", leaf="middle")
     answer = {"answer": r" (?P<content>six|say|or)"}
     weights = {"token_weights": method, "peft_config": adapter, **answer}
-    trainer = build(tmp_path, weights=weights, gradient_checkpointing=True, max_steps=2, learning_rate=0.5)
+    trainer = build(
+        tmp_path, weights=weights, gradient_checkpointing=True, max_steps=2, learning_rate=0.5
+    )
     advantages = of_responses(trainer)
     assert all(p.grad is None for p in trainer.model.parameters())
-    start = {name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()}
+    start = {
+        name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()
+    }
     trainer.train()
     same = {name: torch.equal(p, start[name][1]) for name, p in trainer.model.named_parameters()}
-    assert all(same[name] for name, (trains, _) in start.items() if not trains) and not all(same.values())
+    assert all(same[name] for name, (trains, _) in start.items() if not trains) and not all(
+        same.values()
+    )
     for name, parameter in trainer.model.named_parameters():
         parameter.data.copy_(start[name][1])
     expected = plain_weights(method, trainer.model.merge_and_unload().eval(), **answer)[1]
@@ -314,12 +395,16 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: float) -> None:
     """By TRL's forward with a KL term, else by this package's; in a whole training, whose receipt finds nothing."""
-    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapter = LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
     method = method_of("progress_advantage", {"lam": 0.25})
     weights = {"token_weights": method, "peft_config": adapter}
     trainer = build(tmp_path, weights=weights, beta=beta)
     advantages = of_responses(trainer)
-    cut_off = torch.tensor([not script.ends for scripts in world.TEXTS.values() for script in scripts])
+    cut_off = torch.tensor(
+        [not script.ends for scripts in world.TEXTS.values() for script in scripts]
+    )
     expected = plain_weights(method, trainer.model, masked=cut_off)[1]
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(advantages, plain_weights(method_of("uniform"))[1], atol=0.02)
@@ -328,17 +413,25 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: fl
     for row in read_dump(tmp_path / "tokens"):
         signal = row.old_log_prob_T - row.ref_log_prob_T
         mixed = 0.25 * row.base_advantage_T + 0.75 * signal
-        np.testing.assert_allclose(row.advantage_T, 0 * mixed if row.truncated else mixed, atol=1e-5)
+        np.testing.assert_allclose(
+            row.advantage_T, 0 * mixed if row.truncated else mixed, atol=1e-5
+        )
     assert mismatches(tmp_path / "tokens") == [[], []]
 
 
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     method = method_of("rlsd", {"privileged_column": "solution"})
     tokenizer = char_tokenizer()
-    tokenizer.chat_template = "user: {{ messages[0]['content'] }} {{ 'assistant: ' if add_generation_prompt }}"
+    tokenizer.chat_template = (
+        "user: {{ messages[0]['content'] }} {{ 'assistant: ' if add_generation_prompt }}"
+    )
     data = world.chats(*world.TEXTS, solution="five or nine, as 2 + 3")
-    advantages = of_responses(build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method}))
-    examples = [Example(row["prompt"], {"solution": row["solution"]}, {}) for row in data for _ in range(4)]
+    advantages = of_responses(
+        build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method})
+    )
+    examples = [
+        Example(row["prompt"], {"solution": row["solution"]}, {}) for row in data for _ in range(4)
+    ]
     result, expected = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
     assert result.stats["weight_deviation"] > 0.01
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
@@ -346,7 +439,10 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "rlsd asks again without the tools": {"tools": [print], "token_weights": "rlsd"},
-    "rlsd asks again without what a rollout_func adds": {"rollout_func": print, "token_weights": "rlsd"},
+    "rlsd asks again without what a rollout_func adds": {
+        "rollout_func": print,
+        "token_weights": "rlsd",
+    },
     "what others wrote would train": {"rollout_func": print, "tools": [print]},
     "images": {"train_dataset": {"prompt": ["a"], "image": ["b"]}},
     "one ratio a response, by the loss": {"loss_type": "luspo"},
@@ -356,7 +452,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         "token_weights": "turn_rloo",
     },
     "turns are divided by no deviation": {"scale_rewards": "batch", "token_weights": "turn_rloo"},
-    "turns have a deviation of their own": {"scale_rewards": "none", "token_weights": "turn_grpo:gamma=1"},
+    "turns have a deviation of their own": {
+        "scale_rewards": "none",
+        "token_weights": "turn_grpo:gamma=1",
+    },
     "nothing computes the reference": {"beta": 0.0, "token_weights": "progress_advantage"},
     "temperature 0": {"temperature": 0.0},
     "a temperature that is no number": {"temperature": float("nan")},
@@ -377,7 +476,9 @@ AGAINST_SKIPPING: dict[str, dict[str, Any]] = {
     "a router's loss": {"router_aux_loss_coef": 0.1, "aux_loss_enabled": True},
 }
 WARNED: dict[str, dict[str, Any]] = {
-    "a penalty for responses that are masked": {"reward_funcs": [get_soft_overlong_punishment(80, 40)]},
+    "a penalty for responses that are masked": {
+        "reward_funcs": [get_soft_overlong_punishment(80, 40)]
+    },
     "discounted turns": {"token_weights": "turn_grpo"},
     "masked turns": {"mask_truncated_completions": True, "token_weights": "turn_rloo"},
     "turns that the method masks": {"token_weights": "turn_rloo:mask_truncated=true"},
@@ -385,7 +486,10 @@ WARNED: dict[str, dict[str, Any]] = {
     "turns in several iterations": {"num_iterations": 2, "token_weights": "turn_rloo"},
     "turns in several updates": {"steps_per_generation": 2, "token_weights": "turn_rloo"},
 }
-OF_METHOD = {"discounted turns": "turn_grpo.gamma", "turns that the method masks": "turn_rloo.mask_truncated"}
+OF_METHOD = {
+    "discounted turns": "turn_grpo.gamma",
+    "turns that the method masks": "turn_rloo.mask_truncated",
+}
 """Options of methods; the others are the first of each example, TRL's own."""
 EXAMPLES = {**REFUSED, **AGAINST_SKIPPING, **WARNED}
 
@@ -396,9 +500,13 @@ def arguments(folder: Path, example: Mapping[str, Any]) -> Arguments:
     trainer = build(folder, loss_type="dr_grpo", scale_rewards="group")
     args = copy(trainer.args)
     state = trainer.accelerator.state
-    stand_in = SimpleNamespace(**{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example})
+    stand_in = SimpleNamespace(
+        **{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example}
+    )
     processes = 2 if method.whole_groups else 1
-    stand_in.accelerator = SimpleNamespace(num_processes=processes, state=state, parallelism_config=None)
+    stand_in.accelerator = SimpleNamespace(
+        num_processes=processes, state=state, parallelism_config=None
+    )
     for name, value in example.items():
         if name == "reward_funcs":
             stand_in.reward_func_names = [function.__name__ for function in value]
@@ -408,7 +516,9 @@ def arguments(folder: Path, example: Mapping[str, Any]) -> Arguments:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_setting_breaks_its_rule_alone(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_setting_breaks_its_rule_alone(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """And is named by TRL's own option, or the method's."""
     settings = arguments(tmp_path, EXAMPLES[name])
     all_rules = (*rules.RULES, *rules.AGAINST_SKIPPING)
@@ -430,7 +540,9 @@ def test_every_rule_has_an_example(tmp_path: Path) -> None:
     """So that a rule that goes leaves an example that nothing refuses, or warns of."""
     all_rules = (*rules.RULES, *rules.AGAINST_SKIPPING)
     of_examples = [arguments(tmp_path, example) for example in EXAMPLES.values()]
-    assert not [rule for rule in all_rules if not any(rule.when(settings) for settings in of_examples)]
+    assert not [
+        rule for rule in all_rules if not any(rule.when(settings) for settings in of_examples)
+    ]
 
 
 def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None:
@@ -438,7 +550,9 @@ def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None
     router = Family("qwen3_moe", {"output_router_logits": True})
     model = router.build(vocab_size=len(world.PIECES), max_position_embeddings=4096)
     with pytest.raises(ValueError, match="router_aux_loss_coef"):
-        build(tmp_path, model=model, weights={"token_weights": "uniform", "skip_zero_advantage": True})
+        build(
+            tmp_path, model=model, weights={"token_weights": "uniform", "skip_zero_advantage": True}
+        )
 
 
 def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
@@ -454,15 +568,21 @@ def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=option):
             build(tmp_path, weights=weights, **settings)
-    published = GRPOConfig(**{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)})
+    published = GRPOConfig(
+        **{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)}
+    )
     names = ("loss_type", "bf16", "top_entropy_quantile")
-    check_rules(rules.RULES, arguments(tmp_path, {name: getattr(published, name) for name in names}))
+    check_rules(
+        rules.RULES, arguments(tmp_path, {name: getattr(published, name) for name in names})
+    )
     assert published.generation_batch_size == 256 and published.num_iterations == 4
     page = (docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8")
     assert marked(page, "trl").split("\n") == docs_pages.trl()
 
 
-def test_another_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A newer one is warned of; refused is one without an overridden method, or with other advantages in its loss."""
     for name, texts in world.WORLD["relied_on"].items():
         source = inspect.getsource(getattr(GRPOTrainer, name))

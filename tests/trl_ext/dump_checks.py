@@ -28,7 +28,15 @@ from grail_advantage.view.receipt import main
 from tests import hosts
 from tests.core.common import rollouts_of
 from tests.core.tiny_models import char_tokenizer, encode, tiny_model
-from tests.trl_ext.world import MICRO, TEMPERATURE, build, mismatches, new_model, parameters, trained
+from tests.trl_ext.world import (
+    MICRO,
+    TEMPERATURE,
+    build,
+    mismatches,
+    new_model,
+    parameters,
+    trained,
+)
 
 METHODS = [
     "uniform",
@@ -59,7 +67,8 @@ def written_down(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "masked"), [*((name, None) for name in METHODS), ("grail", hosts.TRUNCATED), ("stare", hosts.TRUNCATED)]
+    ("name", "masked"),
+    [*((name, None) for name in METHODS), ("grail", hosts.TRUNCATED), ("stare", hosts.TRUNCATED)],
 )
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: int | None) -> None:
     """Bit for bit, as every number comes from the same computation in the same micro-batches. A response that TRL masks
@@ -85,7 +94,11 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
     table = hosts.dumped_table(tmp_path)
     dump = read_dump(tmp_path)
     header = dump.files[0].header
-    assert (header.method, header.options, header.temperature) == (method.name, method.model_dump(), hosts.TEMPERATURE)
+    assert (header.method, header.options, header.temperature) == (
+        method.name,
+        method.model_dump(),
+        hosts.TEMPERATURE,
+    )
     assert (header.step, header.rows_in_step) == (1, hosts.COUNT)
 
     rollouts = hosts.plain_rollouts(keys=[f"1_{place}" for place in range(hosts.COUNT)])
@@ -95,18 +108,27 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
         mask_BT[masked] = False
     if isinstance(method, TurnMethod):
         facts["labels"] = [
-            {"turn_rewards": list(rewards)} if rewards else {} for rewards in rollouts.fields["tool_rewards"]
+            {"turn_rewards": list(rewards)} if rewards else {}
+            for rewards in rollouts.fields["tool_rewards"]
         ]
     facts["ground_truth"] = [GOLD[response.prompt] for response in hosts.RESPONSES]
     rollouts = replace(rollouts, mask=mask_BT, facts=facts)
-    expected = hosts.plain_table(method, rollouts, tokens=hosts.COUNT * rollouts.padded_length)  # TRL's micro-batch
+    expected = hosts.plain_table(
+        method, rollouts, tokens=hosts.COUNT * rollouts.padded_length
+    )  # TRL's micro-batch
     place = table.column_names.index("rollout_log_probs")
     sampled = table["rollout_log_probs"].to_pylist()
     for values, response in zip(sampled, hosts.RESPONSES, strict=True):
-        np.testing.assert_equal(values, np.where(response.written, -np.array(response.ids, dtype=float), np.nan))
-    hosts.assert_same(table.set_column(place, table.schema.field(place), expected["rollout_log_probs"]), expected)
+        np.testing.assert_equal(
+            values, np.where(response.written, -np.array(response.ids, dtype=float), np.nan)
+        )
+    hosts.assert_same(
+        table.set_column(place, table.schema.field(place), expected["rollout_log_probs"]), expected
+    )
     for row in dump:
-        np.testing.assert_allclose(np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5
+        )
 
 
 def figures(folder: Path, name: str) -> dict[int, float]:
@@ -134,7 +156,10 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     assert read_dump(tokens).steps == [2, 4] and [*figures(tmp_path, "reward")] == [1, 2, 3, 4]
     trainer.args.max_steps = 2
     trainer.train()
-    for folder, run, last in ((tokens, tmp_path, 2), (tokens / "earlier_1", tokens / "earlier_1", 4)):
+    for folder, run, last in (
+        (tokens, tmp_path, 2),
+        (tokens / "earlier_1", tokens / "earlier_1", 4),
+    ):
         assert read_dump(folder).steps == [2, 4][: last // 2]
         assert [*figures(run, "reward")] == [1, 2, 3, 4][:last]
     with FileLock(tokens / ".run.lock", blocking=False):
@@ -151,7 +176,9 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
     assert [row.effect_T is not None for row in rows] == [False] * 4 + [True] * 4 + [False] * 4
     r = rollouts_of([row.token_ids_T.tolist() for row in rows[4:8]], [0.0] * 4)
     r = replace(r, prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]])
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}") for step in (1, 2)
+    ]
     hosts_of = [PlainHost(model, r, temperature=TEMPERATURE) for model in models]
     old, new = (host.columns(["old_log_probs"])["old_log_probs"] for host in hosts_of)
     for row, change_T in zip(rows[4:8], (new - old).numpy(), strict=True):
@@ -176,11 +203,21 @@ def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> N
     assert [(receipt["step"], receipt["findings"]) for receipt in dump.receipts()] == [(1, [])]
 
 
-def received(folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = True, **options: Any) -> torch.Tensor:
+def received(
+    folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = True, **options: Any
+) -> torch.Tensor:
     """The parameters after a run of 8 updates, 4 for each of two generation batches."""
     weights = {"token_dump": {"folder": folder, "responses": None, "received": reads}}
-    weights |= {name: options.pop(name) for name in ("token_weights", "skip_zero_advantage") if name in options}
-    return parameters(trained(folder, kind, weights=weights, max_steps=8, num_iterations=2, **MICRO, **options).model)
+    weights |= {
+        name: options.pop(name)
+        for name in ("token_weights", "skip_zero_advantage")
+        if name in options
+    }
+    return parameters(
+        trained(
+            folder, kind, weights=weights, max_steps=8, num_iterations=2, **MICRO, **options
+        ).model
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,18 +225,27 @@ def received(folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = Tru
     [
         *({"loss_type": loss, "skip_zero_advantage": loss in ("bnpo", "grpo")} for loss in LOSSES),
         *({"loss_type": loss, "token_weights": "uniform"} for loss in ("luspo", "vespo")),
-        *({"loss_type": loss, "importance_sampling_level": "sequence", "delta": 1.5} for loss in (*LOSSES, "luspo")),
+        *(
+            {"loss_type": loss, "importance_sampling_level": "sequence", "delta": 1.5}
+            for loss in (*LOSSES, "luspo")
+        ),
         {"loss_type": "grpo", "delta": 1.1, "learning_rate": 1.0},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_a_run_received_what_it_intended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+def test_a_run_received_what_it_intended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict
+) -> None:
     """By TRL's losses, also those with which token weights are refused, and trains the same bit for bit as without."""
     loss_type = options["loss_type"]
     refused = {*options} & {"token_weights", "importance_sampling_level"}
     if refused:
         monkeypatch.setattr(trainer_module, "check_trainer", lambda *_: None)
-    options = {"learning_rate": 0.3, "epsilon_high": 1.2 if loss_type == "cispo" else 0.3, **options}
+    options = {
+        "learning_rate": 0.3,
+        "epsilon_high": 1.2 if loss_type == "cispo" else 0.3,
+        **options,
+    }
     on, off = (received(tmp_path / str(reads), reads=reads, **options) for reads in (True, False))
     assert torch.equal(on, off) and not torch.allclose(on, parameters(new_model()))
     assert mismatches(tmp_path / "False") == [] and mismatches(tmp_path / "True") == [[], []]
@@ -209,18 +255,26 @@ def test_a_run_received_what_it_intended(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(row.updates) == 2  # of four, by two iterations
         if row.updates[0] == 0 and loss_type != "sapo" and not refused:
             np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-6)
-        np.testing.assert_allclose(row.received_T, row.by_update_KT.mean(axis=0), rtol=1e-5, atol=1e-7)
-    assert np.abs(np.concatenate([row.by_update_KT[1] - row.advantage_T for row in rows])).max() > 1e-3  # ratios move
+        np.testing.assert_allclose(
+            row.received_T, row.by_update_KT.mean(axis=0), rtol=1e-5, atol=1e-7
+        )
+    assert (
+        np.abs(np.concatenate([row.by_update_KT[1] - row.advantage_T for row in rows])).max() > 1e-3
+    )  # ratios move
     assert main([str(tmp_path / "True")]) == 0
 
 
 def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path) -> None:
-    trainer = build(tmp_path, weights={"token_weights": "uniform", "token_dump": tmp_path / "tokens"})
+    trainer = build(
+        tmp_path, weights={"token_weights": "uniform", "token_dump": tmp_path / "tokens"}
+    )
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     trainer.train()
     assert mismatches(tmp_path / "tokens") == [[]]
     for row in read_dump(tmp_path / "tokens"):
-        np.testing.assert_allclose(np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5
+        )
 
 
 class Cutting(TokenWeightGRPOTrainer):
@@ -229,19 +283,30 @@ class Cutting(TokenWeightGRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         mask_BT = inputs["completion_mask"].clone()
         last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
-        return super()._compute_loss(model, {**inputs, "completion_mask": mask_BT.scatter(1, last_B1, 0)})
+        return super()._compute_loss(
+            model, {**inputs, "completion_mask": mask_BT.scatter(1, last_B1, 0)}
+        )
 
 
-def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_are_not_read(tmp_path: Path) -> None:
+def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_are_not_read(
+    tmp_path: Path,
+) -> None:
     received(tmp_path / "cutting", Cutting, loss_type="dapo")
     assert ["lost" in names for names in mismatches(tmp_path / "cutting")] == [True, True]
     assert main([str(tmp_path / "cutting")]) == 1
-    trained(tmp_path, weights={"token_dump": tmp_path}, gradient_accumulation_steps=2, steps_per_generation=1)
+    trained(
+        tmp_path,
+        weights={"token_dump": tmp_path},
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+    )
     assert mismatches(tmp_path) == []
 
 
 @pytest.mark.parametrize("place", ["check", "loss_mask", "Gradient", "Piece"])
-def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_an_error_in_the_receipt_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     """As it reads, gathers or compares; the first of two receipts has one, the training is that without."""
     right = getattr(dump_module, place)
     failed = []
@@ -254,5 +319,7 @@ def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(dump_module, place, fails_once)
     assert torch.equal(received(tmp_path), received(tmp_path / "plain", reads=False)) and failed
-    receipts = [(receipt["step"], receipt["findings"]) for receipt in read_dump(tmp_path).receipts()]
+    receipts = [
+        (receipt["step"], receipt["findings"]) for receipt in read_dump(tmp_path).receipts()
+    ]
     assert (5, []) in receipts and (place == "Gradient" or len(receipts) == 1)

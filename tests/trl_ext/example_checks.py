@@ -47,9 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *command: Any, succeeds: bool = True) -> str:
     """The output of a program that is started in another folder."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]]),
+    }
     command = (sys.executable, *map(str, command))
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert (done.returncode == 0) == succeeds, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -65,7 +70,9 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert [row.step for row in rows] == [1] * 64 + [2] * 64
     for row in rows:
         (gold,) = [gold for text, gold in GOLD.items() if text in row.prompt]
-        assert row.ground_truth == gold and (row.reward == 1.0) == (row.answer == gold) == (row.outcome == "right")
+        assert row.ground_truth == gold and (row.reward == 1.0) == (row.answer == gold) == (
+            row.outcome == "right"
+        )
     scored = [row for row in rows if row.no_scores is None]
     assert scored and all(row.outcome == "wrong" and row.weight_T.std() > 0.1 for row in scored)
     assert 0 < metrics["reward"][1] < 1 and 0 in metrics["eval_reward"]
@@ -96,7 +103,18 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
     (folder / "script.py").write_text(script)
     run(folder, "script.py")
     (table,) = (folder / "page" / "completions").glob("*.parquet")
-    run(folder, "-m", "grail_advantage.analyze", table, "--model", "model", "--method", "grail", "--out", "seen")
+    run(
+        folder,
+        "-m",
+        "grail_advantage.analyze",
+        table,
+        "--model",
+        "model",
+        "--method",
+        "grail",
+        "--out",
+        "seen",
+    )
     dumped = sorted((row.prompt, row.reward) for row in open_run(folder / "page").dump)
     assert sorted((row.prompt, row.reward) for row in open_run(folder / "seen").dump) == dumped
 
@@ -107,7 +125,9 @@ def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
     command = [EXAMPLE, "--tiny", "--method", "uniform", *sizes.split()]
     for more, last in (([], 2), (["--resume", "--steps", "3"], 3)):
         assert "Share of held-out problems answered correctly: 0." in run(tmp_path, *command, *more)
-        state = tmp_path / "outputs" / "trl_tiny_uniform" / f"checkpoint-{last}" / "trainer_state.json"
+        state = (
+            tmp_path / "outputs" / "trl_tiny_uniform" / f"checkpoint-{last}" / "trainer_state.json"
+        )
         history = json.loads(state.read_text())["log_history"]
         assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, last + 1))
         if last == 2:
@@ -117,11 +137,15 @@ def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
     assert json.loads(state.read_text())["log_history"] == history, "nothing is replaced"
 
 
-def test_five_arms_run_once_each_and_uniform_is_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_arms_run_once_each_and_uniform_is_stock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the plan's order; of a second start, the run that had not ended. The two train to the same bits."""
     monkeypatch.chdir(tmp_path)
     sizes = {"TASKS": {"sums": 64}, "SEEDS": (0,), "RATES": ("1e-3",), "HELD_OUT": 2}
-    sizes["SIZE"] = five_arms.SIZE.replace("--prompts 8", "--prompts 1").replace("--steps 16", "--steps 1")
+    sizes["SIZE"] = five_arms.SIZE.replace("--prompts 8", "--prompts 1").replace(
+        "--steps 16", "--steps 1"
+    )
     sizes["EVALUATION"] = "--eval-every 1 --dump-every 1 --effect-every 1"
     for name, value in sizes.items():
         monkeypatch.setattr(five_arms, name, value)
@@ -137,7 +161,9 @@ def test_five_arms_run_once_each_and_uniform_is_stock(tmp_path: Path, monkeypatc
     times = [(folder / "options.json").stat().st_mtime_ns for folder in folders]
     five_arms.main()
     later = [(folder / "options.json").stat().st_mtime_ns for folder in folders]
-    assert [time != old for time, old in zip(later, times, strict=True)] == [file == ended[3] for file in ended]
+    assert [time != old for time, old in zip(later, times, strict=True)] == [
+        file == ended[3] for file in ended
+    ]
 
 
 def test_a_run_with_the_published_arguments(folder: Path) -> None:
@@ -154,12 +180,17 @@ def test_a_run_with_the_published_arguments(folder: Path) -> None:
         "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": 1,
     }
-    changes = [f"--set={name}={json.dumps(value)}" for name, value in (overrides | {"model_init_kwargs": {}}).items()]
+    changes = [
+        f"--set={name}={json.dumps(value)}"
+        for name, value in (overrides | {"model_init_kwargs": {}}).items()
+    ]
     arguments = ["--model", "model", "--output", "published", "--data", "problems.jsonl"]
     run(folder, "-m", "examples.trl_published", *arguments, *changes)
     settings = torch.load(folder / "published/training_args.bin", weights_only=False)
     for name, value in trl_arguments().items():
-        assert getattr(settings, name) == {"scale_rewards": "none"}.get(name, overrides.get(name, value)), name
+        assert getattr(settings, name) == {"scale_rewards": "none"}.get(
+            name, overrides.get(name, value)
+        ), name
     questions = [row["prompt"][0]["content"] for row in problems(str(folder / "problems.jsonl"))]
     assert questions == [text + PUBLISHED_SUFFIX for text in GOLD]
     defaults = GRPOConfig("out", use_cpu=True)

@@ -31,9 +31,17 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
         options = world.talks(*list(world.TALKS)[:1]) | options | {"num_generations": 8}
     options["weights"] = {**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"}
     trainer = world.trained(folder, per_device_train_batch_size=8 // world_size, **options)
-    figures = {key.split("/")[-1]: value for key, value in trainer.state.log_history[0].items() if f"{name}/" in key}
+    figures = {
+        key.split("/")[-1]: value
+        for key, value in trainer.state.log_history[0].items()
+        if f"{name}/" in key
+    }
     parameters = world.parameters(trainer.model).clone()
-    return {"figures": figures, "distributed": type(trainer.model_wrapped).__name__, "parameters": parameters}
+    return {
+        "figures": figures,
+        "distributed": type(trainer.model_wrapped).__name__,
+        "parameters": parameters,
+    }
 
 
 def start(rank: int, world_size: int, port: int, folder: Path) -> None:
@@ -59,7 +67,9 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
 
 def on_card(folder: Path) -> None:
     """Print a line of JSON a method with the largest difference of token advantages from the CPU's."""
-    from tests.core import card  # this process has the device for good, from before its first backward
+    from tests.core import (
+        card,
+    )  # this process has the device for good, from before its first backward
 
     batches = {}
     for name in ("grail", "uniform", "surprisal", "steer", "oar_p", "oar_g"):
@@ -77,7 +87,11 @@ def on_card(folder: Path) -> None:
             trainer.accelerator.state.device = card.DEVICE
             advantages = trainer._weighted_advantages(rows, moved)
             assert advantages.device == card.DEVICE
-            print(json.dumps([name, float((advantages.cpu() - expected).abs().max() / expected.abs().max())]))
+            print(
+                json.dumps(
+                    [name, float((advantages.cpu() - expected).abs().max() / expected.abs().max())]
+                )
+            )
 
 
 if __name__ == "__main__":

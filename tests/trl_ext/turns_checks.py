@@ -43,7 +43,9 @@ def assert_turns(ids: Any, mask: Any, values: Any, advantages: dict[str, list[fl
     ids, mask, values = (np.array(part) for part in (ids, mask, values))
     script = world.script_of(ids[: len(mask)].tolist(), RESPONSES)
     turns = runs(mask)
-    assert [ids[start:end].tolist() for start, end in turns] == script.tokens and not values[mask == 0].any()
+    assert [ids[start:end].tolist() for start, end in turns] == script.tokens and not values[
+        mask == 0
+    ].any()
     for (start, end), advantage in zip(turns, advantages[script.turns[0]], strict=True):
         np.testing.assert_allclose(values[start:end], advantage, rtol=1e-5, atol=1e-6)
     return script
@@ -52,7 +54,11 @@ def assert_turns(ids: Any, mask: Any, values: Any, advantages: dict[str, list[fl
 def assert_batches(batches: Sequence[dict[str, Any]], advantages: dict[str, list[float]]) -> None:
     scripts = []
     for batch in batches:
-        rows = batch["completion_ids"], batch["completion_mask"] * batch["tool_mask"], batch["advantages"]
+        rows = (
+            batch["completion_ids"],
+            batch["completion_mask"] * batch["tool_mask"],
+            batch["advantages"],
+        )
         scripts += [assert_turns(*row, advantages) for row in zip(*rows, strict=True)]
     assert len({script.turns[0] for script in scripts}) == len(scripts) == len(advantages)
 
@@ -70,7 +76,10 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
     for row, script in zip(read_dump(tmp_path / "tokens"), RESPONSES, strict=True):
         assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, advantages) is script
         by_turn = [sum(calls) or None for calls in row.labels["turn_rewards"]]
-        assert by_turn == [reward or None for reward in script.rewards] and row.reward == script.outcome
+        assert (
+            by_turn == [reward or None for reward in script.rewards]
+            and row.reward == script.outcome
+        )
         assert len(row.labels.get("tool", [])) == len(script.turns) - 1
         assert not row.received_T[~row.mask_T.astype(bool)].any() and list(row.updates) == [0, 1]
         np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
@@ -83,9 +92,15 @@ def test_what_a_reward_function_logs_comes_first(tmp_path: Path, column: bool) -
     weights = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns"}}
     weights |= {"environment_factory": Guess} if column else {"tools": [world.GAME.guess]}
     failing = ("null", "no_such_tool")
-    judged = [[-0.1 - 0.5 * sum(map(turn.count, failing)) for turn in script.turns] for script in RESPONSES]
+    judged = [
+        [-0.1 - 0.5 * sum(map(turn.count, failing)) for turn in script.turns]
+        for script in RESPONSES
+    ]
     outcomes = [script.outcome * (1 + column) for script in RESPONSES]
-    scripts = [Script(script.turns, *rewards) for script, *rewards in zip(RESPONSES, outcomes, judged, strict=True)]
+    scripts = [
+        Script(script.turns, *rewards)
+        for script, *rewards in zip(RESPONSES, outcomes, judged, strict=True)
+    ]
     options = talks() | {"reward": judge, "weights": weights, "log_completions": True}
     trainer = trained(tmp_path, Watched, **options)
     assert_batches(trainer.seen, expected(scripts))
@@ -105,14 +120,21 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
             self.tool_rewards.append(0.125)
             return 0.5
 
-    options = talks() | {"weights": {**ENVIRONMENT, "environment_factory": Rewarding}, "reward": world.outcomes()}
+    options = talks() | {
+        "weights": {**ENVIRONMENT, "environment_factory": Rewarding},
+        "reward": world.outcomes(),
+    }
     later = [(script, [*script.rewards[:-1], script.rewards[-1] + 0.125]) for script in RESPONSES]
-    advantages = expected([Script(script.turns, 2 * script.outcome + 0.5, rewards) for script, rewards in later])
+    advantages = expected(
+        [Script(script.turns, 2 * script.outcome + 0.5, rewards) for script, rewards in later]
+    )
     for batch in trained(tmp_path, Watched, reward_weights=[2.0], max_steps=2, **options).seen:
         assert_batches([batch], advantages)
 
 
-@pytest.mark.parametrize(("limit", "masked"), [(150, False), (200, True), (250, False), (300, True)])
+@pytest.mark.parametrize(
+    ("limit", "masked"), [(150, False), (200, True), (250, False), (300, True)]
+)
 def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked: bool) -> None:
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
@@ -141,7 +163,9 @@ def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked:
     for row, script, (written, turns, trains) in zip(rows, scripts, parts, strict=True):
         assert row.mask_T.astype(bool).tolist() == (written & trains).tolist()
         for (start, end), advantage in zip(turns, advantages[script.turns[0]], strict=True):
-            np.testing.assert_allclose(row.advantage_T[start:end], advantage * trains, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                row.advantage_T[start:end], advantage * trains, rtol=1e-5, atol=1e-6
+            )
 
 
 def test_fields_that_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,11 @@ WORLD = json.loads(Path(__file__).with_suffix(".json").read_text())
 """Responses by prompt, settings of a small run on the CPU, and texts of ``GRPOTrainer``'s methods that are relied on."""
 GENERATIONS = WORLD["settings"]["num_generations"]
 TEMPERATURE = WORLD["settings"]["temperature"]
-MICRO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+MICRO = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+}
 """A generation batch of 8 responses in four micro-batches, for two updates."""
 OF_PAGE: dict[str, Any] = {}
 for _name in ("guess.py", "judge.py"):
@@ -47,11 +51,15 @@ GAME.reset(40)  # its guess is a tool without an environment
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a character but for three special ones, with the chat template of Qwen3."""
-    backend = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={piece: index for index, piece in enumerate(PIECES)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = {"pad_token": PAD, "eos_token": CHAT_END, "additional_special_tokens": [START]}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=qwen3_chat_template, **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=qwen3_chat_template, **special
+    )
 
 
 class Script(NamedTuple):
@@ -71,7 +79,10 @@ class Script(NamedTuple):
 def _script(turns: list[str | list[Any]], **options: Any) -> Script:
     """A turn that is a list of values guesses these, in parallel."""
     call = '<tool_call>\n{{"name": "guess", "arguments": {{"value": {}}}}}\n</tool_call>'.format
-    texts = [turn if isinstance(turn, str) else "\n".join(call(json.dumps(value)) for value in turn) for turn in turns]
+    texts = [
+        turn if isinstance(turn, str) else "\n".join(call(json.dumps(value)) for value in turn)
+        for turn in turns
+    ]
     return Script(texts, **options)
 
 
@@ -88,9 +99,13 @@ class PlainLogProbs:
     """The output head of TRL 1.15, which is written in Triton alone and so missing on a machine without a GPU."""
 
     @staticmethod
-    def apply(hidden_ND, weight_VD, bias_V, targets_N, temperature, _chunk, softcap, scale, outputs):
+    def apply(
+        hidden_ND, weight_VD, bias_V, targets_N, temperature, _chunk, softcap, scale, outputs
+    ):
         assert softcap is None and scale == 1.0
-        log_probs_NV = (torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float() / temperature).log_softmax(-1)
+        log_probs_NV = (
+            torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float() / temperature
+        ).log_softmax(-1)
         entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1) if "entropy" in outputs else None
         return log_probs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N, None, None, None
 
@@ -111,14 +126,18 @@ def speaks(model: Any, scripts: Scripts) -> Any:
     def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
         seen: Counter = Counter()
         responses = []
-        for ids_P, mask_P in zip(input_ids, attention_mask[:, -input_ids.shape[1] :].bool(), strict=True):
+        for ids_P, mask_P in zip(
+            input_ids, attention_mask[:, -input_ids.shape[1] :].bool(), strict=True
+        ):
             text = tokenizer().decode(ids_P[mask_P])
             prompt = next(prompt for prompt in scripts if prompt in text)
             turns = re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL)
             fitting = [script for script in scripts[prompt] if script.turns[: len(turns)] == turns]
             responses.append(torch.tensor(fitting[seen[prompt] % len(fitting)].tokens[len(turns)]))
             seen[prompt] += not turns
-        padded = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=tokenizer().pad_token_id)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            responses, batch_first=True, padding_value=tokenizer().pad_token_id
+        )
         return torch.cat([input_ids, padded], dim=1)
 
     model.generate = generate
@@ -127,26 +146,40 @@ def speaks(model: Any, scripts: Scripts) -> Any:
 
 def script_of(completion_T: list[int], scripts: Sequence[Script]) -> Script:
     """By the first turn, which is no other script's."""
-    return next(script for script in scripts if completion_T[: len(script.tokens[0])] == script.tokens[0])
+    return next(
+        script for script in scripts if completion_T[: len(script.tokens[0])] == script.tokens[0]
+    )
 
 
 def outcomes(scripts: Scripts = TALKS) -> Callable[..., list[float]]:
     """A reward function that gives those of the scripts."""
     flat = [script for of_prompt in scripts.values() for script in of_prompt]
-    return lambda completion_ids, **_: [script_of(completion_T, flat).outcome for completion_T in completion_ids]
+    return lambda completion_ids, **_: [
+        script_of(completion_T, flat).outcome for completion_T in completion_ids
+    ]
 
 
 def chats(*texts: str, **columns: Any) -> Dataset:
     """With a value for every row in each column."""
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": text}], **columns} for text in texts])
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": text}], **columns} for text in texts]
+    )
 
 
-def build(folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts = TEXTS, **options: Any) -> Any:
+def build(
+    folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts = TEXTS, **options: Any
+) -> Any:
     """A trainer in training mode, between two steps, with ``weights`` for its own arguments; others are TRL's
     settings. The process forgets the precision of the one before."""
     AcceleratorState._reset_state()
-    defaults = {"data": Dataset.from_dict({"prompt": list(scripts)}), "tokenizer": tokenizer(), "weights": {}}
-    data, processing_class, weights = (options.pop(name, default) for name, default in defaults.items())
+    defaults = {
+        "data": Dataset.from_dict({"prompt": list(scripts)}),
+        "tokenizer": tokenizer(),
+        "weights": {},
+    }
+    data, processing_class, weights = (
+        options.pop(name, default) for name, default in defaults.items()
+    )
     model = speaks(options.pop("model", None) or new_model(), scripts)
     reward = options.pop("reward", outcomes(scripts))
     trainer = kind(
@@ -171,14 +204,25 @@ def trained(*arguments: Any, **options: Any) -> Any:
 
 def talks(*prompts: str) -> dict[str, Any]:
     """Arguments of :func:`build` for conversations."""
-    settings = {"max_completion_length": 900, "loss_type": "dr_grpo", "scale_rewards": "group", "max_grad_norm": 0.0}
-    parts = {"scripts": TALKS, "data": chats(*prompts or TALKS, number=40), "model": new_model(layers=1)}
+    settings = {
+        "max_completion_length": 900,
+        "loss_type": "dr_grpo",
+        "scale_rewards": "group",
+        "max_grad_norm": 0.0,
+    }
+    parts = {
+        "scripts": TALKS,
+        "data": chats(*prompts or TALKS, number=40),
+        "model": new_model(layers=1),
+    }
     return {**parts, "reward": None, **settings}  # the environment's own
 
 
 def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     """The trainer's batch of all responses."""
-    return trainer._generate_and_score_completions([row for row in trainer.train_dataset for _ in range(GENERATIONS)])
+    return trainer._generate_and_score_completions(
+        [row for row in trainer.train_dataset for _ in range(GENERATIONS)]
+    )
 
 
 def parameters(model: Any) -> torch.Tensor:
@@ -189,4 +233,7 @@ def parameters(model: Any) -> torch.Tensor:
 def mismatches(folder: Path) -> list[list[str]]:
     """Their names, of each receipt of a run."""
     receipts = read_dump(folder).receipts()
-    return [[finding["name"] for finding in receipt["findings"] if finding["mismatch"]] for receipt in receipts]
+    return [
+        [finding["name"] for finding in receipt["findings"] if finding["mismatch"]]
+        for receipt in receipts
+    ]

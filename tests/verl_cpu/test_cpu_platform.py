@@ -38,10 +38,14 @@ print("PROBE" + json.dumps([sorted(PlatformRegistry.registered_names()), *files,
 @pytest.mark.slow
 def test_nothing_of_it_is_used_on_other_platforms() -> None:
     """By verl, and by the recipe. What it registers on the CPU, every whole run of the tests needs."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))
+    }
     environment = {**inherited, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
     variables = ["verl_cpu", "verl_cpu.plugin"]
     assert json.loads(done.stdout.split("PROBE")[1]) == [
         ["amd", "huawei", "nvidia"], "replica.py", "distributed.py", False, variables
@@ -50,11 +54,15 @@ def test_nothing_of_it_is_used_on_other_platforms() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(300,), (5, 60)])
-def test_log_probabilities_are_exact(shape: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_are_exact(
+    shape: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of chunks that do not divide the rows and of labels at both ends of the vocabulary: values and gradients are verl's bit
     for bit, and in bfloat16 those of float64 to float32's rounding, where verl's are rounded to 8 bits."""
     in_a_loop = inspect.unwrap(torch_functional.logprobs_from_logits_v2)
-    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", in_a_loop)  # taken back afterwards
+    monkeypatch.setattr(
+        torch_functional, "logprobs_from_logits_v2", in_a_loop
+    )  # taken back afterwards
     monkeypatch.setattr(patches, "CHUNK", {"cpu": 7 * 37 + 1})
     patches.log_probabilities_in_few_calls()
     generator = torch.Generator().manual_seed(0)
@@ -77,10 +85,16 @@ def test_log_probabilities_are_exact(shape: tuple, dtype: torch.dtype, monkeypat
     assert ours[0].dtype == torch.promote_types(dtype, torch.float32) and exact[0].min() < -50
     torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(ours[1].double(), exact[1], rtol=torch.finfo(dtype).eps, atol=1e-5)
-    assert all(map(torch.equal, verls, ours)) if dtype != torch.bfloat16 else (verls[0] - exact[0]).abs().max() > 0.01
+    assert (
+        all(map(torch.equal, verls, ours))
+        if dtype != torch.bfloat16
+        else (verls[0] - exact[0]).abs().max() > 0.01
+    )
 
 
-def test_weights_arrive_twice_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_arrive_twice_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From two trainer ranks to two rollout workers. The second synchronisation brings the second weights; a rollout
     worker may ask before the trainer has written."""
     monkeypatch.setattr(checkpoint_engine, "FOLDER", tmp_path)
@@ -91,10 +105,14 @@ def test_weights_arrive_twice_and_leave_nothing(tmp_path: Path, monkeypatch: pyt
         return {name: tensor async for name, tensor in engine.receive_weights()}
 
     async def synchronise(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        topologies = HostCheckpointEngine.build_topology(2, 2, [engine.prepare() for engine in (*trainers, *rollouts)])
+        topologies = HostCheckpointEngine.build_topology(
+            2, 2, [engine.prepare() for engine in (*trainers, *rollouts)]
+        )
         for engines, topology in zip((trainers, rollouts), topologies, strict=True):
             for rank, engine in enumerate(engines):
-                engine.init_process_group(**{name: values[rank] for name, values in topology.items()})
+                engine.init_process_group(
+                    **{name: values[rank] for name, values in topology.items()}
+                )
         waiting = [asyncio.create_task(received(engine)) for engine in rollouts]
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in waiting)
@@ -109,7 +127,9 @@ def test_weights_arrive_twice_and_leave_nothing(tmp_path: Path, monkeypatch: pyt
         generator = torch.Generator().manual_seed(seed)
         weights = {name: torch.randn(3, 5, generator=generator) for name in ("embed", "head")}
         for result in asyncio.run(synchronise(weights)):
-            assert result.keys() == weights.keys() and all(torch.equal(result[name], weights[name]) for name in weights)
+            assert result.keys() == weights.keys() and all(
+                torch.equal(result[name], weights[name]) for name in weights
+            )
         assert list(tmp_path.iterdir()) == []
 
 
@@ -139,23 +159,44 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen]:
         listener.listen()
         command = [sys.executable, "-c", SERVER, str(path)]
         number = listener.fileno()
-        process = subprocess.Popen([*command, str(number)], stdin=subprocess.PIPE, cwd=ROOT, pass_fds=[number])
+        process = subprocess.Popen(
+            [*command, str(number)], stdin=subprocess.PIPE, cwd=ROOT, pass_fds=[number]
+        )
     yield process
     process.kill()
     process.wait()
 
 
-def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(server: subprocess.Popen, tmp_path: Path) -> None:
+def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(
+    server: subprocess.Popen, tmp_path: Path
+) -> None:
     """Ray reads the job's number while it is imported: a fork for another job would take itself for the first one's. The
     server ends with the run's own process, and removes its folder; without a server Python runs."""
     (script := tmp_path / "script.py").write_text(SCRIPT)
-    client = ["nice", "-n", "3", sys.executable, "-I", "-S", str(CLIENT), server.args[-2], str(script), "-x"]
+    client = [
+        "nice",
+        "-n",
+        "3",
+        sys.executable,
+        "-I",
+        "-S",
+        str(CLIENT),
+        server.args[-2],
+        str(script),
+        "-x",
+    ]
 
     def worker(answer: str, job: str = "01000000") -> dict:
         """What it sees of itself; it must say on stderr what it was given on stdin."""
         environment = {"RAY_JOB_ID": job, "RAY_RAYLET_PID": "7", "NUMBER": answer}
         done = subprocess.run(
-            client, env=environment, cwd=tmp_path, input=answer, capture_output=True, text=True, check=True
+            client,
+            env=environment,
+            cwd=tmp_path,
+            input=answer,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         request = json.loads(done.stdout)
         assert (done.stderr, request["arguments"], request["name"]) == (
@@ -164,12 +205,19 @@ def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(server: subpro
             "__main__",
         )
         assert (request["folder"], request["nice"]) == (str(tmp_path), min(os.nice(0) + 3, 19))
-        assert request["environment"].items() >= environment.items() and "HOME" not in request["environment"]
+        assert (
+            request["environment"].items() >= environment.items()
+            and "HOME" not in request["environment"]
+        )
         return request
 
     workers = [worker("line 0\n"), worker("line 1\n")]
     for first in workers:
-        assert first["parent"] == server.pid and first["group"] == first["pid"] and first["preloaded"] == [True, True]
+        assert (
+            first["parent"] == server.pid
+            and first["group"] == first["pid"]
+            and first["preloaded"] == [True, True]
+        )
     assert workers[0]["pid"] != workers[1]["pid"]
     second = worker("", "02000000")
     assert second["parent"] != server.pid and second["preloaded"] == [False, False]

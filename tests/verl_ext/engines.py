@@ -68,7 +68,11 @@ def build_engine(setup: Setup, folder: Path) -> Any:
     torch.manual_seed(0)
     lora = {}
     if setup.adapter:
-        lora = {"lora_rank": 4, "lora_adapter_path": str(folder / setup.adapter), "lora": {"merge": True}}
+        lora = {
+            "lora_rank": 4,
+            "lora_adapter_path": str(folder / setup.adapter),
+            "lora": {"merge": True},
+        }
     model_config = HFModelConfig(
         path=str(folder / setup.model),
         load_tokenizer=False,
@@ -85,8 +89,12 @@ def build_engine(setup: Setup, folder: Path) -> Any:
     options["ulysses_sequence_parallel_size"] = setup.sequence_parallel
     # Without an accelerator there is no pinned memory, which verl offloads activations and, with FSDP2, parameters to.
     pinning = Handler.offload
-    Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
-    pageable = patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False))
+    Handler.offload = staticmethod(
+        lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False)
+    )
+    pageable = patch.object(
+        transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
+    )
     engine = EngineRegistry.new(
         model_type="language_model",
         backend=setup.strategy,
@@ -119,7 +127,9 @@ def attend(
 ) -> torch.Tensor:
     """Variable-length causal attention over packed rows, which begin where the position is 0; tensors (1, S, heads, dim).
     Without positions all is one row, as in flash attention."""
-    segment_S = torch.zeros(query.shape[1]) if position_ids is None else (position_ids[0] == 0).cumsum(0)
+    segment_S = (
+        torch.zeros(query.shape[1]) if position_ids is None else (position_ids[0] == 0).cumsum(0)
+    )
     visible_SS = (segment_S.unsqueeze(1) == segment_S).tril()
     output = F.scaled_dot_product_attention(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)),
@@ -140,15 +150,21 @@ def install_reference() -> None:
     monkey_patch._flash_attention_forward = attend
 
 
-def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request: Any) -> dict[str, list[torch.Tensor]]:
+def own_pass(
+    engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request: Any
+) -> dict[str, list[torch.Tensor]]:
     """A signal's pass of its own over this rank's prepared responses, by the worker's code; one list entry a response."""
     from grail_advantage.verl_ext.exchange import build_request, rows_of
     from grail_advantage.verl_ext.worker import token_scores
 
     sizes.set(engine)
-    results = rows_of(token_scores(engine, build_request(rows, signal, **{"temperature": 1.0, **request})))
+    results = rows_of(
+        token_scores(engine, build_request(rows, signal, **{"temperature": 1.0, **request}))
+    )
     norms = (
-        {} if any(row.norms is None for row in results) else {"gradient_norm": [row.norms.clone() for row in results]}
+        {}
+        if any(row.norms is None for row in results)
+        else {"gradient_norm": [row.norms.clone() for row in results]}
     )
     return {"scores": [row.scores.clone() for row in results], **norms}
 
@@ -168,7 +184,9 @@ def whole_blocks(engine: Any) -> Iterator[list[int]]:
 
     def count(_gradient: torch.Tensor | None = None) -> None:
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
-        held.append(sum(weight is not None and weight.untyped_storage().size() > 0 for weight in full))
+        held.append(
+            sum(weight is not None and weight.untyped_storage().size() > 0 for weight in full)
+        )
 
     def after(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:

@@ -30,7 +30,14 @@ from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import methods
 from grail_advantage.receipt import Receipt
 from grail_advantage.verl_ext.dump import UpdateDump, receipt_of
-from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, build_reply, nested, rows_of
+from grail_advantage.verl_ext.exchange import (
+    LEAVE_OUT,
+    PLACES,
+    WATCHED,
+    build_reply,
+    nested,
+    rows_of,
+)
 from grail_advantage.verl_ext.settings import ACTOR, MISSING, SECTION, Settings
 from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
 from tests.composed import verls_on_cpu
@@ -55,15 +62,23 @@ FACTS: dict[str, Any] = {
 }
 """What the first response's data set and reward function say; they know nothing of the others."""
 DUMP = "algorithm.token_dump"
-ONE_MINI_BATCH = ("actor_rollout_ref.rollout.n=3", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
+ONE_MINI_BATCH = (
+    "actor_rollout_ref.rollout.n=3",
+    "data.train_batch_size=2",
+    f"{ACTOR}.ppo_mini_batch_size=2",
+)
 
 
-def made_up_saliency(tokens_S: torch.Tensor, temperature: float = 1.0, step: int = 1) -> torch.Tensor:
+def made_up_saliency(
+    tokens_S: torch.Tensor, temperature: float = 1.0, step: int = 1
+) -> torch.Tensor:
     """A figure of each token, its position, and what a pass is asked for beside the responses."""
     return 0.1 * step + ((tokens_S * 31 + torch.arange(len(tokens_S)) * 17) % 11) / 11 / temperature
 
 
-def row_of(prompt: str, parts: str | Sequence[str], reward: float, **columns: Any) -> dict[str, Any]:
+def row_of(
+    prompt: str, parts: str | Sequence[str], reward: float, **columns: Any
+) -> dict[str, Any]:
     """A response as verl's agent loop stores it; a tool wrote every second of several parts."""
     ids = [encode(part) for part in ([parts] if isinstance(parts, str) else parts)]
     response_T = torch.tensor([token for part in ids for token in part])
@@ -74,7 +89,9 @@ def row_of(prompt: str, parts: str | Sequence[str], reward: float, **columns: An
         "response_mask": mask_T,
         "loss_mask": mask_T,
         "rollout_log_probs": torch.full(mask_T.shape, -0.1),
-        "rm_scores": torch.zeros(len(mask_T)).index_fill(0, torch.tensor([len(mask_T) - 1]), reward),
+        "rm_scores": torch.zeros(len(mask_T)).index_fill(
+            0, torch.tensor([len(mask_T) - 1]), reward
+        ),
         **columns,
     }
 
@@ -82,7 +99,9 @@ def row_of(prompt: str, parts: str | Sequence[str], reward: float, **columns: An
 def plain_rows() -> dict[str, dict[str, Any]]:
     """:data:`ROWS` by key, with :data:`FACTS`."""
     nothing = {name: {} for name in FACTS} | {"data_source": "gsm8k"}
-    return {key: row_of(*contents, **(FACTS if key == "a_0_0" else nothing)) for key, *contents in ROWS}
+    return {
+        key: row_of(*contents, **(FACTS if key == "a_0_0" else nothing)) for key, *contents in ROWS
+    }
 
 
 class Store:
@@ -101,24 +120,36 @@ class Store:
         names = self.rows[keys[0]] if select_fields is None else select_fields
         present = [name for name in names if all(name in self.rows[key] for key in keys)]
         self.fetched.update(present)
-        return tu.list_of_dict_to_tensordict([{name: self.rows[key][name] for name in present} for key in keys])
+        return tu.list_of_dict_to_tensordict(
+            [{name: self.rows[key][name] for name in present} for key in keys]
+        )
 
     def kv_batch_put(
-        self, keys: list[str], partition_id: str, fields: TensorDict | None = None, tags: list[dict] | None = None
+        self,
+        keys: list[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: list[dict] | None = None,
     ) -> KVBatchMeta:
         for key, tag in zip(keys, tags or [{}] * len(keys), strict=True):
             self.tags.setdefault(key, {}).update(tag)
         for name, column in [] if fields is None else fields.items():
             values = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()
             for key, value in zip(keys, values, strict=True):
-                self.rows.setdefault(key, {})[name] = value.clone() if isinstance(value, torch.Tensor) else value
-        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[dict(self.tags[key]) for key in keys])
+                self.rows.setdefault(key, {})[name] = (
+                    value.clone() if isinstance(value, torch.Tensor) else value
+                )
+        return KVBatchMeta(
+            partition_id=partition_id, keys=keys, tags=[dict(self.tags[key]) for key in keys]
+        )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within, it takes TransferQueue's place."""
         with (
-            patch.multiple(transfer_queue, kv_batch_get=self.kv_batch_get, kv_batch_put=self.kv_batch_put),
+            patch.multiple(
+                transfer_queue, kv_batch_get=self.kv_batch_get, kv_batch_put=self.kv_batch_put
+            ),
             patch.object(trainer_base, "calculate_debug_metrics", lambda data: {}),
         ):
             yield
@@ -131,17 +162,23 @@ def lengths_of(data: TensorDict) -> list[tuple[int, int]]:
         lengths = [part.offsets().diff().tolist() for part in parts]
     else:
         lengths = [
-            part.sum(1).tolist() for part in data["attention_mask"].split([part.shape[1] for part in parts], dim=1)
+            part.sum(1).tolist()
+            for part in data["attention_mask"].split([part.shape[1] for part in parts], dim=1)
         ]
     return list(zip(*lengths, strict=True))
 
 
-def run_loss(worker: Any, data: TensorDict, log_probs: Sequence[torch.Tensor], factor: float = 1.0) -> None:
+def run_loss(
+    worker: Any, data: TensorDict, log_probs: Sequence[torch.Tensor], factor: float = 1.0
+) -> None:
     """The worker's loss and its backward on log-probabilities of the responses, packed as verl's engine gives them: those of
     prompt and response, each at the position before its token."""
     rows = zip(log_probs, lengths_of(data), strict=True)
     packed = nested(
-        [torch.cat([torch.full((n - 1,), -1.0), of_T[:m], torch.full((1,), -1.0)]) for of_T, (n, m) in rows]
+        [
+            torch.cat([torch.full((n - 1,), -1.0), of_T[:m], torch.full((1,), -1.0)])
+            for of_T, (n, m) in rows
+        ]
     )
     loss, _ = worker.loss_fn(model_output={"log_probs": packed.requires_grad_()}, data=data)
     (loss * factor).backward()
@@ -178,7 +215,9 @@ class Workers:
             row = self.store.rows[key]
             value = -0.1 + self.drift * place * self.forwards
             value /= batch.extra_info["temperature"]
-            row["log_probs"] = row["entropy"] = torch.full((len(row["prompts"]) + len(row["responses"]),), value)
+            row["log_probs"] = row["entropy"] = torch.full(
+                (len(row["prompts"]) + len(row["responses"]),), value
+            )
         self.forwards += 1
         return batch
 
@@ -194,7 +233,14 @@ class Workers:
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
         self.updates.append(batch)
-        names = ["prompts", "responses", "response_mask", "old_log_probs", "advantages", *[PLACES] * self.reads]
+        names = [
+            "prompts",
+            "responses",
+            "response_mask",
+            "old_log_probs",
+            "advantages",
+            *[PLACES] * self.reads,
+        ]
         data = self.store.kv_batch_get(batch.keys, "train", names)
         if LEAVE_OUT in batch.extra_info:
             of_rows = zip(data["advantages"].unbind(), data["response_mask"].unbind(), strict=True)
@@ -205,7 +251,9 @@ class Workers:
         places = [int(self.store.rows[key].get(PLACES, [0])[0]) for key in batch.keys]
         for _ in range(batch.extra_info["epochs"]):
             self.optimise(data, places, micro_batch=2)
-        return tu.get_tensordict({}, non_tensor_dict={"metrics": {"actor/mfu": [0.0], "loss": [0.5]}})
+        return tu.get_tensordict(
+            {}, non_tensor_dict={"metrics": {"actor/mfu": [0.0], "loss": [0.5]}}
+        )
 
     def optimise(self, data: TensorDict, places: list[int], micro_batch: int) -> None:
         """An optimiser step, watched where the batch asks for it."""
@@ -219,7 +267,12 @@ class Workers:
                 scale *= float(self.scaler.scale(torch.ones(())))
             for rows in torch.arange(len(data)).split(micro_batch):
                 part = tu.index_select_tensor_dict(data, rows)
-                run_loss(worker, part, [of_T + self.moved for of_T in part["old_log_probs"].unbind()], scale)
+                run_loss(
+                    worker,
+                    part,
+                    [of_T + self.moved for of_T in part["old_log_probs"].unbind()],
+                    scale,
+                )
             if self.scaler is not None:
                 self.scaler.update(2 * self.scaler.get_scale())
 
@@ -249,8 +302,16 @@ class Step:
         mode: str = "sync",
         cls: type | None = None,
     ) -> None:
-        dumped = (f"{DUMP}.folder={folder}", f"{DUMP}.responses=null", "algorithm.norm_adv_by_std_in_grpo=false")
-        options = ["data.max_response_length=64", f"trainer.v1.trainer_mode={mode}", *ONE_MINI_BATCH]
+        dumped = (
+            f"{DUMP}.folder={folder}",
+            f"{DUMP}.responses=null",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+        )
+        options = [
+            "data.max_response_length=64",
+            f"trainer.v1.trainer_mode={mode}",
+            *ONE_MINI_BATCH,
+        ]
         config = verls_on_cpu(*options, *(dumped if folder else ()), *overrides)
         weighs = config.algorithm.adv_estimator in methods()
         method = method or Grail()

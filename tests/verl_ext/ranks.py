@@ -27,7 +27,15 @@ from grail_advantage.data import Row
 from grail_advantage.method import build
 from tests import forked
 from tests.core.tiny_models import FAMILIES as KINDS_OF_MODEL
-from tests.core.tiny_models import PAD_ID, ROLLOUTS, Family, Rollout, char_tokenizer, encode, tiny_model
+from tests.core.tiny_models import (
+    PAD_ID,
+    ROLLOUTS,
+    Family,
+    Rollout,
+    char_tokenizer,
+    encode,
+    tiny_model,
+)
 from tests.verl_ext.engines import (
     REFERENCE,
     Setup,
@@ -61,7 +69,10 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
         process.kill()
     files = [folder / f"result{rank}.pt" for rank in range(world_size)]
     if hang or not all(file.exists() for file in files):
-        logs = "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
+        logs = "\n".join(
+            f"{path.name}: ...{path.read_text()[-3000:]}"
+            for path in sorted(folder.glob("log*.txt"))
+        )
         raise AssertionError(f"the ranks {'hang' if hang else 'failed'}\n{logs}")
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
@@ -88,8 +99,14 @@ BATCH = [
 SHORT = [rollout for rollout in BATCH[:8] if not rollout.response.startswith("\\boxed{7}")]
 """Responses with reasoning, whose tokens are so few that each can have a counterfactual."""
 GROUPS = (
-    [*(ROLLOUTS[name] for name in ("right", "text after the box", "no box")), Rollout("How long?", LONG, 1.0)],
-    [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
+    [
+        *(ROLLOUTS[name] for name in ("right", "text after the box", "no box")),
+        Rollout("How long?", LONG, 1.0),
+    ],
+    [
+        *(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")),
+        *(ROLLOUTS["empty box"],) * 2,
+    ],
 )
 """Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
 Pass = tuple[Method, float, Sizes]
@@ -102,14 +119,30 @@ SALIENCY: dict[str, Pass] = {
 }
 GRADIENT: dict[str, Pass] = {
     "oar_g": (build("oar_g"), 1.0, Sizes(rows=1)),
-    "oar_g, joint": (build("oar_g", {"probe": "answer_joint", "noise_seed": 3}), 1.0, Sizes(rows=3)),
-    "oar_g, port, last": (build("oar_g", {"variant": "grail_port", "probe": "last"}), 1.0, Sizes(budget=260)),
+    "oar_g, joint": (
+        build("oar_g", {"probe": "answer_joint", "noise_seed": 3}),
+        1.0,
+        Sizes(rows=3),
+    ),
+    "oar_g, port, last": (
+        build("oar_g", {"variant": "grail_port", "probe": "last"}),
+        1.0,
+        Sizes(budget=260),
+    ),
     "oar_g, port, mean": (build("oar_g", {"variant": "grail_port"}), 1.0, Sizes(rows=3)),
 }
 PERTURBATION: dict[str, Pass] = {
     "oar_p": (build("oar_p"), 1.0, Sizes(rows=5)),
-    "oar_p, port, last": (build("oar_p", {"probe": "last", "variant": "grail_port"}), 1.0, Sizes(budget=400)),
-    "oar_p, few, joint": (build("oar_p", {"probe": "answer_joint", "max_perturbations": 7}), 1.0, Sizes(budget=260)),
+    "oar_p, port, last": (
+        build("oar_p", {"probe": "last", "variant": "grail_port"}),
+        1.0,
+        Sizes(budget=400),
+    ),
+    "oar_p, few, joint": (
+        build("oar_p", {"probe": "answer_joint", "max_perturbations": 7}),
+        1.0,
+        Sizes(budget=260),
+    ),
 }
 INFERENCE: dict[str, Pass] = {
     "rlsd": (build("rlsd"), 0.7, Sizes(rows=1)),
@@ -120,7 +153,9 @@ INFERENCE: dict[str, Pass] = {
 OWN = {**SALIENCY, **GRADIENT, **PERTURBATION, **INFERENCE}
 """Passes: method, temperature, micro-batches."""
 SETUPS = {
-    "fsdp, tied, no checkpointing": Setup(model="llama-tied", strategy="fsdp", checkpointing=False, turn=1),
+    "fsdp, tied, no checkpointing": Setup(
+        model="llama-tied", strategy="fsdp", checkpointing=False, turn=1
+    ),
     "fsdp2, packed": Setup(packed=True),
     "fsdp, parameters offloaded": Setup(
         strategy="fsdp", options={"param_offload": True, "optimizer_offload": True}, turn=3
@@ -165,7 +200,9 @@ def passes_of(setup: str) -> list[str]:
     if setup in ALL_PASSES:
         return [name for kind in kinds for name in kind]
     # Fused kernels give log-probabilities, which of the two only RLSD asks for.
-    return [list(kind)[(0 if how.kernels and kind is INFERENCE else turn) % len(kind)] for kind in kinds]
+    return [
+        list(kind)[(0 if how.kernels and kind is INFERENCE else turn) % len(kind)] for kind in kinds
+    ]
 
 
 def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
@@ -181,7 +218,9 @@ def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]
     """The share of a data-parallel rank for a pass: rollouts, and prepared responses."""
     signal = OWN[name][0]
     inference = name in INFERENCE
-    rollouts = list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
+    rollouts = (
+        list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
+    )
     if not inference and name not in SALIENCY and len(rollouts) < -(-len(SHORT) // size):
         rollouts.append(SHORT[4])  # fills up, as the trainer does
     rows = []
@@ -192,10 +231,14 @@ def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]
     return rollouts, rows
 
 
-_PEOPLE_TRAIN = "qwen2 qwen3 qwen3_moe qwen3_5_text llama mistral gemma2 gemma3_text phi3 gpt_oss olmo2 olmo3"
+_PEOPLE_TRAIN = (
+    "qwen2 qwen3 qwen3_moe qwen3_5_text llama mistral gemma2 gemma3_text phi3 gpt_oss olmo2 olmo3"
+)
 ARCHITECTURES = {name: KINDS_OF_MODEL.get(name, Family(name)) for name in _PEOPLE_TRAIN.split()}
 FAMILIES = {
-    f"{name}, {layout}": Setup(f"of {name}", ranks=1, packed=layout == "packed", attention=family.attention)
+    f"{name}, {layout}": Setup(
+        f"of {name}", ranks=1, packed=layout == "packed", attention=family.attention
+    )
     for name, family in ARCHITECTURES.items()
     for layout in ("packed", "padded")
 }
@@ -212,7 +255,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adapter-head": ("qwen3", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
     "adapter-tied-head": ("qwen3-tied", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
     "adapter-embeddings": ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
-    "adapter-saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "adapter-saved": (
+        "qwen3",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
 }
 """LoRA adapters, each with its model and what it adapts."""
 
@@ -228,7 +274,9 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
         config = LoraConfig(task_type="CAUSAL_LM", r=4, **options)
         adapted = get_peft_model(tiny_model(**MODELS[base]), config)
         for path, parameter in adapted.named_parameters():
-            if "lora_B" in path or "lora_embedding_A" in path:  # zeros when new, which would leave the model as it was
+            if (
+                "lora_B" in path or "lora_embedding_A" in path
+            ):  # zeros when new, which would leave the model as it was
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(folder / name)
         models[name] = PeftModel.from_pretrained(tiny_model(**MODELS[base]), folder / name).eval()
@@ -237,7 +285,13 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
 
 LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
 TOKEN_MEAN = "token-mean"
-AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    TOKEN_MEAN,
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 EPOCHS = 2
 SCALE = 24
 TEMPERATURE = 0.8
@@ -267,7 +321,9 @@ def modes_of(update: tuple[str, str]) -> list[str]:
     return ["verl", "watched", "skipped"] + ["skipped, watched"] * (update == PLAIN_UPDATE)
 
 
-def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str = "", **loss: Any) -> dict[str, Any]:
+def update(
+    worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str = "", **loss: Any
+) -> dict[str, Any]:
     """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names what
     else is asked for. A response has ``prompt``, ``response``, ``mask``, and a value a token for the loss."""
     from verl.utils import tensordict_utils as tu
@@ -278,16 +334,28 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     from grail_advantage.verl_ext.own_forward import REUSE
 
     tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
-    names = {"prompts": "prompt", "responses": "response", "rollout_is_weights": "weights", "loss_mask": "mask"}
+    names = {
+        "prompts": "prompt",
+        "responses": "response",
+        "rollout_is_weights": "weights",
+        "loss_mask": "mask",
+    }
     names |= {name: name for name in ("advantages", "old_log_probs")}
-    columns = {name: [row[column] for row in rows] for name, column in names.items() if column in rows[0]}
+    columns = {
+        name: [row[column] for row in rows] for name, column in names.items() if column in rows[0]
+    }
     columns["input_ids"] = tokens
     columns["position_ids"] = [torch.arange(len(row)) for row in tokens]
     columns["response_mask"] = columns["loss_mask"]
     if "reused" in mode:
         columns.pop("old_log_probs", None)
     written = torch.tensor([[row.get("place", 0), row.get("written", -1)] for row in rows])
-    settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "compute_loss": False, "seed": 0}
+    settings = {
+        "temperature": TEMPERATURE,
+        "calculate_entropy": False,
+        "compute_loss": False,
+        "seed": 0,
+    }
     settings["global_batch_size"] = mini_batch
     settings["mini_batch_size"] = mini_batch
     settings["epochs"] = loss.pop("epochs", 1)
@@ -298,14 +366,17 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
     fields = {name: nested(values) for name, values in columns.items()} | {PLACES: written}
     options = {"loss_scale_factor": SCALE, "rollout_n": 2, "use_dynamic_bsz": True, **loss}
     actor = FSDPActorConfig(
-        strategy="fsdp2", **options | {"policy_loss": PolicyLossConfig(loss_mode=loss["policy_loss"])}
+        strategy="fsdp2",
+        **options | {"policy_loss": PolicyLossConfig(loss_mode=loss["policy_loss"])},
     )
     worker.loss_fn = loss_fn = partial(ppo_loss, actor)
     positions = []
     gradients = []
     engine = worker.engine
     embeddings = engine.module.get_input_embeddings()
-    handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))
+    handle = embeddings.register_forward_hook(
+        lambda _module, args, _output: positions.append(args[0].numel())
+    )
 
     def step() -> Any:
         of_step = []
@@ -314,7 +385,9 @@ def update(worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str =
                 gradient = parameter.grad
                 if gradient is None:  # of a parameter that is on another rank as a whole
                     gradient = torch.zeros(0)
-                of_step.append((gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone())
+                of_step.append(
+                    (gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone()
+                )
         gradients.append(of_step)
         return type(engine).optimizer_step(engine)
 
@@ -381,7 +454,9 @@ class Rank:
                 "mask": torch.ones(row.length).long(),
             }
             | dict.fromkeys(("advantages", "old_log_probs"), torch.ones(row.length))
-            for row in map(row_of, BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel])
+            for row in map(
+                row_of, BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel]
+            )
         ]
         Sizes(rows=len(rows) // 2).set(engine)
         done = update(training_worker(engine), rows, len(BATCH), policy_loss="gpg")
@@ -395,9 +470,13 @@ class Rank:
         for after_passes in (False, True):
             engine = build_engine(setup, self.folder)
             if after_passes:
-                results["own"] = {scores_by: self._own(engine, scores_by, setup) for scores_by in passes_of(name)}
+                results["own"] = {
+                    scores_by: self._own(engine, scores_by, setup) for scores_by in passes_of(name)
+                }
                 results["grad_enabled"] = torch.is_grad_enabled()
-                self._own(engine, "saliency, robust", setup)  # the last one before a step is one with gradients
+                self._own(
+                    engine, "saliency, robust", setup
+                )  # the last one before a step is one with gradients
             if setup.adapter:
                 weights, _ = engine.get_per_tensor_param()
                 results["merged"].append({weight: value.clone() for weight, value in weights})
@@ -439,7 +518,10 @@ class Rank:
         engine = build_engine(setup, self.folder)
         workers = AllRows(engine, setup.strategy)
         results: dict[str, Any] = {"back": []}
-        rows = {key: {**row, "old_log_probs": row["rollout_log_probs"]} for key, row in plain_rows().items()}
+        rows = {
+            key: {**row, "old_log_probs": row["rollout_log_probs"]}
+            for key, row in plain_rows().items()
+        }
 
         def advantages(*overrides: str, update: int) -> torch.Tensor:
             Sizes(rows=3).set(engine)
@@ -447,7 +529,9 @@ class Rank:
             step.trainer.local_trigger_step = update
             workers.calls.clear()
             result = step.run()
-            results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
+            results["back"].append(
+                update == 0 or all(map(torch.equal, results["moved"], shards(engine)))
+            )
             return torch.cat(list(result.values()))
 
         results["first"] = advantages(update=0)
@@ -471,7 +555,9 @@ class Rank:
         results = {}
         for of_loss in UPDATES[name][2]:
             for mode in modes_of(of_loss):
-                results[(*of_loss, mode)] = updates.run(updates.rows, updates.mini_batch, of_loss, mode, EPOCHS)
+                results[(*of_loss, mode)] = updates.run(
+                    updates.rows, updates.mini_batch, of_loss, mode, EPOCHS
+                )
         return results
 
     def own_forward(self, name: str) -> dict[Any, Any]:
@@ -479,12 +565,17 @@ class Rank:
         with those of the update's own."""
         updates = Updates(self, name, together=True)
         columns = verls_forward(training_worker(updates.engine), updates.rows)
-        rows = [row | {"old_log_probs": of_T} for row, of_T in zip(updates.rows, columns["old_log_probs"], strict=True)]
+        rows = [
+            row | {"old_log_probs": of_T}
+            for row, of_T in zip(updates.rows, columns["old_log_probs"], strict=True)
+        ]
         places = {row["place"]: index for index, row in enumerate(rows)}
         results: dict[Any, Any] = {"expected": places, "columns": columns}
         for epochs in (1, 3):
             for mode in ("verl", "reused", "reused, skipped, watched"):
-                results[epochs, mode] = updates.run(rows, updates.mini_batch, PLAIN_UPDATE, mode, epochs)
+                results[epochs, mode] = updates.run(
+                    rows, updates.mini_batch, PLAIN_UPDATE, mode, epochs
+                )
         return results
 
 
@@ -499,17 +590,23 @@ class Updates:
         self.mini_batch = len(mini_batches[0])
         share = self.mini_batch * setup.sequence_parallel // rank.world_size
         start = rank.rank // setup.sequence_parallel * share
-        self.rows = [row for mini_batch in mini_batches for row in mini_batch[start : start + share]]
+        self.rows = [
+            row for mini_batch in mini_batches for row in mini_batch[start : start + share]
+        ]
         self.engine = build_engine(setup, rank.folder)
         sizes.set(self.engine)
         for group in self.engine.optimizer.param_groups:
             group["eps"] = 1e-3  # with a smaller one Adam makes a step of any rounding
             group["weight_decay"] = 0.1
-        trained = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        trained = [
+            parameter for parameter in self.engine.module.parameters() if parameter.requires_grad
+        ]
         self._parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in trained]
         self._first = [parameter.detach().clone() for parameter in self._parameters]
 
-    def run(self, rows: list[dict[str, Any]], size: int, loss: tuple[str, str], mode: str, epochs: int) -> dict:
+    def run(
+        self, rows: list[dict[str, Any]], size: int, loss: tuple[str, str], mode: str, epochs: int
+    ) -> dict:
         """Run one, and say what it did, with the parameters after it."""
         with torch.no_grad():
             for parameter, value in zip(self._parameters, self._first, strict=True):
@@ -517,7 +614,9 @@ class Updates:
         self.engine.optimizer.state.clear()
         options = {"policy_loss": loss[0], "loss_agg_mode": loss[1], "epochs": epochs}
         result = update(training_worker(self.engine), rows, size, mode, **options)
-        return result | {"parameters": [parameter.detach().clone() for parameter in self._parameters]}
+        return result | {
+            "parameters": [parameter.detach().clone() for parameter in self._parameters]
+        }
 
 
 class AllRows:
@@ -562,7 +661,11 @@ def main(name: str, rank: int, world_size: int, folder: Path) -> None:
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
+        "cpu:gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
     )
     experiments = Rank(rank, world_size, folder)
     results = {}

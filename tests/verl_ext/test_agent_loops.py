@@ -45,13 +45,17 @@ def output_of(texts: list[str], **how: Any) -> AgentLoopOutput:
 
 
 @pytest.mark.parametrize(("texts", "expected", "by_turn"), CASES.values(), ids=CASES)
-def test_the_calls_of_each_turn(texts: list[str], expected: list[list[float]], by_turn: list[float]) -> None:
+def test_the_calls_of_each_turn(
+    texts: list[str], expected: list[list[float]], by_turn: list[float]
+) -> None:
     output = output_of(texts, loop_class=TurnToolAgent, calls=2)
     stock = output_of(texts, calls=2)
     rewards = output.extra_fields.pop("call_rewards")
     assert rewards == expected
     assert (output.response_ids, output.response_mask) == (stock.response_ids, stock.response_mask)
-    assert output.extra_fields == stock.extra_fields and stock.extra_fields["tool_rewards"] == list(chain(*expected))
+    assert output.extra_fields == stock.extra_fields and stock.extra_fields["tool_rewards"] == list(
+        chain(*expected)
+    )
     turns = len(runs(output.response_mask))
     assert turns == len(texts) and rewards_by_turn([rewards], [turns], "calls").tolist() == by_turn
     if any(len(of_turn) > 1 for of_turn in expected):
@@ -66,8 +70,13 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class: type[ToolAg
     complete = output_of([FIRST, SECOND, BOX])
     length = runs(complete.response_mask)[1][1] + 1
     output = output_of([FIRST, SECOND], length=length, loop_class=loop_class)
-    assert output.extra_fields["tool_rewards"] == [1.0, 1.0] and len(runs(output.response_mask)) == 2
-    assert len(output.response_mask) < length and output.response_mask == complete.response_mask[: length - 1]
+    assert (
+        output.extra_fields["tool_rewards"] == [1.0, 1.0] and len(runs(output.response_mask)) == 2
+    )
+    assert (
+        len(output.response_mask) < length
+        and output.response_mask == complete.response_mask[: length - 1]
+    )
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
     name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
     mask_T = torch.tensor(output.response_mask)
@@ -87,7 +96,9 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class: type[ToolAg
     assert step.metrics["turn_rloo/non_finite_rate"] == 0
 
 
-def test_calls_that_end_in_another_order_and_tools_without_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_end_in_another_order_and_tools_without_a_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """verl leaves a reward of ``None`` out of its list, which shifts the others."""
     rewards: list[Any] = [0.25, None, -1.0]
     inner = ToolAgentLoop._call_tool
@@ -123,7 +134,9 @@ def _module(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize(("turns", "worth", "limit"), SAID)
-def test_the_loop_and_its_rewards_have_the_same_turns(turns: list[str], worth: list[float], limit: int) -> None:
+def test_the_loop_and_its_rewards_have_the_same_turns(
+    turns: list[str], worth: list[float], limit: int
+) -> None:
     """The score is their sum, a response ends where it is full, and the command's method sees what follows each turn."""
     (entry,) = yaml.safe_load((FOLDER / "my_loop.yaml").read_text())
     assert entry == {"_target_": "my_loop.CheckAgain", "name": "check_again"}
@@ -135,14 +148,25 @@ def test_the_loop_and_its_rewards_have_the_same_turns(turns: list[str], worth: l
     mask_BT = torch.tensor([output.response_mask]).bool()
     assert len(output.response_ids) == len(output.response_mask) <= limit
     assert len(runs(output.response_mask)) == len(rewards) == output.num_turns / 2
-    assert rewards[: len(worth)] == worth and not any(rewards[len(worth) :]) and sum(rewards) == judged["score"]
-    words = shlex.split((FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " "))
+    assert (
+        rewards[: len(worth)] == worth
+        and not any(rewards[len(worth) :])
+        and sum(rewards) == judged["score"]
+    )
+    words = shlex.split(
+        (FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " ")
+    )
     assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
     method = check_config(compose("ppo_trainer", words[4:-1], VERL)).method
-    parts = {"prompts": [torch.tensor(output.prompt_ids)], "responses": [torch.tensor(output.response_ids)]}
+    parts = {
+        "prompts": [torch.tensor(output.prompt_ids)],
+        "responses": [torch.tensor(output.response_ids)],
+    }
     parts["advantages"] = torch.ones(1)
     parts["groups"] = torch.zeros(1, dtype=torch.int64)
     parts["mask"] = mask_BT
-    rollouts = Rollouts(**parts, rewards=torch.tensor([judged["score"]]), fields={"turn_rewards": [rewards]})
+    rollouts = Rollouts(
+        **parts, rewards=torch.tensor([judged["score"]]), fields={"turn_rewards": [rewards]}
+    )
     of_turns = method.scores(rollouts, None)[mask_BT].unique_consecutive()
     assert set(of_turns.tolist()) == {sum(rewards[turn:]) for turn in range(len(rewards))}

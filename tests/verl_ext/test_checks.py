@@ -118,13 +118,21 @@ ENGINES = {
     "megatron": ("model_engine=megatron", f"actor_rollout_ref.actor.{CHUNKED}"),
     "veomni": ("model_engine=veomni", f"actor_rollout_ref.actor.veomni.{CHUNKED}"),
     "torchtitan": ("model_engine=torchtitan", f"actor_rollout_ref.actor.torchtitan.{CHUNKED}"),
-    "automodel": ("actor_rollout_ref.actor.strategy=automodel", f"actor_rollout_ref.actor.{CHUNKED}"),
-    "fsdp_turbo": ("actor_rollout_ref.actor.strategy=fsdp_turbo", f"actor_rollout_ref.actor.{CHUNKED}"),
+    "automodel": (
+        "actor_rollout_ref.actor.strategy=automodel",
+        f"actor_rollout_ref.actor.{CHUNKED}",
+    ),
+    "fsdp_turbo": (
+        "actor_rollout_ref.actor.strategy=fsdp_turbo",
+        f"actor_rollout_ref.actor.{CHUNKED}",
+    ),
 }
 
 
 def _compose(*overrides: str) -> DictConfig:
-    return compose("grail_trainer", [*REQUIRED, f"{ACTOR}.ppo_max_token_len_per_gpu=16384", *overrides])
+    return compose(
+        "grail_trainer", [*REQUIRED, f"{ACTOR}.ppo_max_token_len_per_gpu=16384", *overrides]
+    )
 
 
 def _refused(overrides: tuple[str, ...], *named: str) -> None:
@@ -194,7 +202,9 @@ def test_yaml_names_every_option_with_its_default() -> None:
     for name, method in (("grail_trainer", "gradient"), ("cpu_trainer", "perturbation")):
         config = compose(name, [f"{METHOD}=oar_{method[0]}"])
         assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
-        variant = "grail_port" if method == "gradient" else "official"  # as GRAIL's authors ran OAR-G
+        variant = (
+            "grail_port" if method == "gradient" else "official"
+        )  # as GRAIL's authors ran OAR-G
         assert Settings.parse(config).method == Oar(method, variant=variant)
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
     assert Grail(**options) == Grail("robust") and set(options) == set(Grail.model_fields)
@@ -202,7 +212,9 @@ def test_yaml_names_every_option_with_its_default() -> None:
 
 def test_options_come_from_the_methods_section() -> None:
     def parsed(**algorithm: Any) -> Method | None:
-        return Settings.parse(OmegaConf.create({"algorithm": {"adv_estimator": "grail", **algorithm}})).method
+        return Settings.parse(
+            OmegaConf.create({"algorithm": {"adv_estimator": "grail", **algorithm}})
+        ).method
 
     sections = {"grail": {"preset": "robust", "gate": None}, "oar": {"variant": "grail_port"}}
     assert parsed(**sections) == Grail("robust")
@@ -215,13 +227,17 @@ def test_options_come_from_the_methods_section() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])
-def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
+    estimator: str, tmp_path: Path
+) -> None:
     broken = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
     repaired = tmp_path / "repaired"
     save_repaired(str(broken), str(repaired))
     overrides = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
     for option in ("path", "tokenizer_path"):
-        _refused((*overrides, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers")
+        _refused(
+            (*overrides, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers"
+        )
     prepare(_compose(*overrides, f"++{MODEL}.tokenizer_path={repaired}"))
 
 
@@ -243,7 +259,9 @@ def test_a_method_in_a_trainer_without_token_weights_is_refused() -> None:
             compute_advantage(data, name, config=None)
 
 
-def test_what_the_start_writes_for_the_trainers_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_start_writes_for_the_trainers_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole path of the dump, and the modules that verl imports."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.verl_start")
@@ -254,7 +272,9 @@ def test_what_the_start_writes_for_the_trainers_process(tmp_path: Path, monkeypa
     assert OmegaConf.select(config, name) == "recipe.verl_start"
 
 
-def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trl_that_verls_workers_fail_over_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "trl"
     (package / "experimental" / "ppo").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -283,10 +303,10 @@ def test_verls_own_command_locks_the_dumps_folder(tmp_path: Path) -> None:
     overrides = [f"{METHOD}=grail", f"++{DUMP_FOLDER}={tmp_path}", *REQUIRED]
     start_run(compose("ppo_trainer", overrides, VERL), lambda: None)
     try:
-        hold = (
-            "import sys, pathlib; from grail_advantage.locks import hold; hold(pathlib.Path(sys.argv[1]), '', 'option')"
+        hold = "import sys, pathlib; from grail_advantage.locks import hold; hold(pathlib.Path(sys.argv[1]), '', 'option')"
+        done = subprocess.run(
+            [sys.executable, "-c", hold, tmp_path], capture_output=True, text=True
         )
-        done = subprocess.run([sys.executable, "-c", hold, tmp_path], capture_output=True, text=True)
         assert "belongs to a run that lives" in done.stderr
     finally:
         let_go(tmp_path)
@@ -317,11 +337,16 @@ class TestCommands:
 
     def test_a_dry_run_prints_the_configuration_and_nothing_else(self, tmp_path: Path) -> None:
         """Resolved, with the trainer's mode as it is written in an override."""
-        done = self._main(*RECIPE, f"run.folder={tmp_path}/run", "algorithm.grail.leaf=last", DRY_RUN="1")
+        done = self._main(
+            *RECIPE, f"run.folder={tmp_path}/run", "algorithm.grail.leaf=last", DRY_RUN="1"
+        )
         assert done.returncode == 0 and not (tmp_path / "run").exists(), done.stderr
         printed = yaml.safe_load(done.stdout)
         assert set(printed) == set(compose("cpu_trainer")) and "${" not in done.stdout
-        assert (printed["algorithm"]["grail"]["leaf"], printed["trainer"]["v1"]["trainer_mode"]) == ("last", "sync")
+        assert (
+            printed["algorithm"]["grail"]["leaf"],
+            printed["trainer"]["v1"]["trainer_mode"],
+        ) == ("last", "sync")
 
     def test_refused_before_ray_starts(self, tmp_path: Path) -> None:
         """In a dry run too, and by verl's own configuration."""
@@ -333,20 +358,35 @@ class TestCommands:
             (stock, f"{MODE}=mine", "0"),
         ):
             done = self._main(*command, override, DRY_RUN=dry_run)
-            assert done.returncode != 0 and f"ValueError: {override.removeprefix('algorithm.')}" in done.stderr
+            assert (
+                done.returncode != 0
+                and f"ValueError: {override.removeprefix('algorithm.')}" in done.stderr
+            )
 
     def test_a_dry_run_of_verls_own_command_is_for_methods(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its YAML has the defaults of the method's section, and what Hydra logs is not among it; data whose prompts
         ask for another format are warned of."""
-        row = {"prompt": [{"role": "user", "content": 'after "####".'}], "reward_model": {"ground_truth": "4"}}
+        row = {
+            "prompt": [{"role": "user", "content": 'after "####".'}],
+            "reward_model": {"ground_truth": "4"},
+        }
         pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "gsm8k.parquet")
         data = f"data.train_files={tmp_path}/gsm8k.parquet"
-        done = self._main(*STOCK, f"hydra.run.dir={tmp_path}", data, "algorithm.adv_estimator=turn_rloo", DRY_RUN="1")
+        done = self._main(
+            *STOCK,
+            f"hydra.run.dir={tmp_path}",
+            data,
+            "algorithm.adv_estimator=turn_rloo",
+            DRY_RUN="1",
+        )
         assert done.returncode == 0, done.stderr
         printed = yaml.safe_load(done.stdout)["algorithm"]
-        assert printed["turn_rloo"]["mask_truncated"] is False and printed["token_weights"]["answer"] == "boxed"
+        assert (
+            printed["turn_rloo"]["mask_truncated"] is False
+            and printed["token_weights"]["answer"] == "boxed"
+        )
         assert "loss_agg_mode" in done.stderr and "meant?" not in done.stderr
         done = self._main(*STOCK, f"hydra.run.dir={tmp_path}", data, DRY_RUN="1")
         assert yaml.safe_load(done.stdout)["algorithm"]["grail"]["preset"] == "official"
@@ -357,7 +397,9 @@ class TestCommands:
         config = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL)
         validated = []
         monkeypatch.setenv("DRY_RUN", "1")
-        start_run(config, lambda: validated.append(config.trainer.v1.trainer_mode))  # and verl goes on
+        start_run(
+            config, lambda: validated.append(config.trainer.v1.trainer_mode)
+        )  # and verl goes on
         assert validated == ["sync"]
         monkeypatch.setenv("DRY_RUN", "true")
         with pytest.raises(ValueError, match="DRY_RUN=true is unknown; use 1"):

@@ -34,7 +34,9 @@ BOTH = (OLD_LOG_PROBS, ENTROPY)
 def model_of(temperature: float, step: int = 0) -> HuggingFaceModel:
     """The tiny model, each response in a forward of its own."""
     cpu = torch.device("cpu")
-    return HuggingFaceModel(tiny_model(), char_tokenizer(), temperature, cpu, group=None, step=step, tokens=1)
+    return HuggingFaceModel(
+        tiny_model(), char_tokenizer(), temperature, cpu, group=None, step=step, tokens=1
+    )
 
 
 class ModelWorkers:
@@ -51,8 +53,12 @@ class ModelWorkers:
             fields = self._store.rows[key]
             prompt_P = fields["prompts"]
             response_T = fields["responses"]
-            row = Row(torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0)
-            (columns,) = model.micro_batches([row], lambda micro: micro.columns(BOTH), gradients=False)
+            row = Row(
+                torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0
+            )
+            (columns,) = model.micro_batches(
+                [row], lambda micro: micro.columns(BOTH), gradients=False
+            )
             for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
                 fields[of_verl] = torch.zeros(len(row.tokens))
                 fields[of_verl][row.start - 1 : -1] = columns[name]
@@ -60,7 +66,9 @@ class ModelWorkers:
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
         names = ("signal", "temperature", "step", "pad_token")
-        signal, temperature, step, pad_token = (get_non_tensor_data(request, name, default=None) for name in names)
+        signal, temperature, step, pad_token = (
+            get_non_tensor_data(request, name, default=None) for name in names
+        )
         model = model_of(temperature, step)
         model.pad_token = pad_token
         return build_reply(signal.run(rows_of(request), model))
@@ -76,7 +84,9 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
         run_step["extra_fields"] = {"tool_rewards": list(response.tool_rewards)}
         run_step["response_mask"] = run_step["loss_mask"] * (row != rejected)
         if REF_LOG_PROBS in signal.reads:
-            run_step["ref_log_prob"] = hosts.reference(hosts.plain_rollouts())[JUDGED[row], : len(response.ids)]
+            run_step["ref_log_prob"] = hosts.reference(hosts.plain_rollouts())[
+                JUDGED[row], : len(response.ids)
+            ]
     options = [
         f"actor_rollout_ref.rollout.n={hosts.GROUP_SIZE}",
         f"actor_rollout_ref.rollout.temperature={hosts.TEMPERATURE}",
@@ -95,7 +105,10 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
 def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     """The plain model's dump, with verl's keys, and with rewards by turn where there are some."""
     rollouts = hosts.plain_rollouts().part(JUDGED)
-    labels = [{"turn_rewards": list(texts.tool_rewards)} if texts.tool_rewards else {} for texts in RESPONSES]
+    labels = [
+        {"turn_rewards": list(texts.tool_rewards)} if texts.tool_rewards else {}
+        for texts in RESPONSES
+    ]
     mask = rollouts.mask.clone()
     if rejected is not None:
         mask[rejected] = False
@@ -116,7 +129,8 @@ REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn
 
 
 @pytest.mark.parametrize(
-    ("name", "rejected"), [*((name, None) for name in (*hosts.METHODS, "grail_robust", *CONTROLS)), *REJECTED]
+    ("name", "rejected"),
+    [*((name, None) for name in (*hosts.METHODS, "grail_robust", *CONTROLS)), *REJECTED],
 )
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None) -> None:
     """Bit for bit, as every number comes from the same computation on the same response alone."""

@@ -19,12 +19,21 @@ from tests.core.tiny_models import id_to_character
 from tests.verl_ext.one_step import ROWS, Step, made_up_saliency, row_of
 
 CORRECTION = "algorithm.rollout_correction"
-TOKENS = tuple(f"{CORRECTION}.rollout_{option}" for option in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'"))
+TOKENS = tuple(
+    f"{CORRECTION}.rollout_{option}"
+    for option in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'")
+)
 SEQUENCES = tuple(
-    f"{CORRECTION}.rollout_{option}" for option in ("is=sequence", "rs=seq_mean_k1", "rs_threshold='0.95_1.05'")
+    f"{CORRECTION}.rollout_{option}"
+    for option in ("is=sequence", "rs=seq_mean_k1", "rs_threshold='0.95_1.05'")
 )
 KL = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1")
-TOOL = ("a_3_0", "Two?", ("I ask for it;", r"=\boxed{9}!", "so it", "?", r" is \boxed{3}, ok<end>"), 0.0)
+TOOL = (
+    "a_3_0",
+    "Two?",
+    ("I ask for it;", r"=\boxed{9}!", "so it", "?", r" is \boxed{3}, ok<end>"),
+    0.0,
+)
 """A tool wrote between the model's turns, an answer too."""
 # Earlier outputs of a session carry the reward of its last one, as verl's agent loop writes them.
 SEVERAL_OUTPUTS = (
@@ -102,7 +111,9 @@ def weights_of(row: dict[str, Any], mask_T: torch.Tensor, advantage: float) -> t
     tokens_S = torch.cat([row["prompts"], row["responses"]])
     scores_T = made_up_saliency(tokens_S, TEMPERATURE, STEP)[len(row["prompts"]) :][mask_T.bool()]
     options = reference.resolve("robust", gate="all")
-    return torch.tensor(reference.row_weights(scores_T.tolist(), spans[-1] if spans else None, advantage, options))
+    return torch.tensor(
+        reference.row_weights(scores_T.tolist(), spans[-1] if spans else None, advantage, options)
+    )
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -130,7 +141,9 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -
     assert all(map(math.isfinite, metrics.values()))
 
 
-@pytest.mark.parametrize(("name", "least"), [("bypass", 0), ("decoupled, sequences", 1), ("everything", 4)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("bypass", 0), ("decoupled, sequences", 1), ("everything", 4)]
+)
 def test_corrections_reject_tokens_sequences_and_with_bypass_nothing(name: str, least: int) -> None:
     """What the test above rests on."""
     rows = [row for key, row in results_of(name)[1][0].items() if key != PADDING]
@@ -141,7 +154,9 @@ def test_corrections_reject_tokens_sequences_and_with_bypass_nothing(name: str, 
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
-def test_a_trainer_has_the_replay_buffer_of_verls_own(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_has_the_replay_buffer_of_verls_own(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which verl chooses by its own names of the modes."""
     monkeypatch.setattr(get_trainer_cls(mode), "__init__", lambda self, config: None)
     config = Step().trainer.config

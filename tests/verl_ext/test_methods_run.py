@@ -58,11 +58,22 @@ OPTIONS = {
 def _way(name: str) -> tuple:
     """A pass, columns of the model's, of the data set's or of a session; weights or advantages."""
     signal = build(name)
-    return signal.uses, signal.reads & {"entropy", "examples", "sessions"}, isinstance(signal, Method)
+    return (
+        signal.uses,
+        signal.reads & {"entropy", "examples", "sessions"},
+        isinstance(signal, Method),
+    )
 
 
-OURS = sorted({_way(name): name for name in sorted(METHODS) if REF_LOG_PROBS not in methods()[name].reads}.values())
-GIVE_ADVANTAGES = {"judged_steps", *(name for name in OURS if not issubclass(methods()[name], Method))}
+OURS = sorted(
+    {
+        _way(name): name for name in sorted(METHODS) if REF_LOG_PROBS not in methods()[name].reads
+    }.values()
+)
+GIVE_ADVANTAGES = {
+    "judged_steps",
+    *(name for name in OURS if not issubclass(methods()[name], Method)),
+}
 OF_TURNS = {name for name in OURS if issubclass(methods()[name], TurnMethod)}
 """Methods that give every response of this run, which are of one turn, one advantage."""
 NAMES = ["uniform", *sorted({*OURS, *THEIRS} - {"uniform"})]
@@ -94,10 +105,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     (source := folder / "source").mkdir()
     write_files("write_your_own.md", source)
     install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*install, "--target", str(folder / "site"), str(source)], check=True, timeout=600)
+    subprocess.run(
+        [*install, "--target", str(folder / "site"), str(source)], check=True, timeout=600
+    )
     write_files("own_trainer.md", folder / "site")
     options = [
-        (methods()[name].section, key, value) for name, values in OPTIONS.items() for key, value in values.items()
+        (methods()[name].section, key, value)
+        for name, values in OPTIONS.items()
+        for key, value in values.items()
     ]
     overrides = [
         "trainer.v1.trainer_mode=every_method",
@@ -140,7 +155,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         (folder / f"checkpoints/global_step_{step}/data.pt").unlink(missing_ok=True)
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(KILLED_BEHIND))
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[: STEPS + 1]) + f'{{"step": {STEPS + 1}, "da')
+    (folder / "metrics.jsonl").write_text(
+        "".join(lines[: STEPS + 1]) + f'{{"step": {STEPS + 1}, "da'
+    )
     options = [*run.options, f"trainer.total_training_steps={STEPS}"]
     resumed = whole_run.run(folder, options, rows=PROMPTS * STEPS, **variables)
     return Pair(uninterrupted, run, resumed)
@@ -164,7 +181,10 @@ def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
     advantages = np.concatenate([row.advantage_T for row in rows])
     assert metrics["critic/advantages/mean"] == pytest.approx(float(advantages.mean()), abs=1e-5)
     assert metrics["critic/advantages/max"] == pytest.approx(float(advantages.max()), rel=1e-5)
-    assert metrics[f"{name}/non_finite_rate"] == 0 and metrics["training/rollout_probs_diff_max"] < 1e-3
+    assert (
+        metrics[f"{name}/non_finite_rate"] == 0
+        and metrics["training/rollout_probs_diff_max"] < 1e-3
+    )
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -173,9 +193,12 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
     rows = pair.resumed.dump(NAMES.index(name) + 1)
     signal = build(name, OPTIONS.get(name, {}))
     messages = [
-        list(messages_of) for messages_of in pandas.read_parquet(pair.resumed.folder / "train.parquet")["prompt"]
+        list(messages_of)
+        for messages_of in pandas.read_parquet(pair.resumed.folder / "train.parquet")["prompt"]
     ]
-    template = partial(whole_run.tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False)
+    template = partial(
+        whole_run.tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False
+    )
     prompts = {tuple(template(messages_of)): messages_of for messages_of in messages}
     uids = [row.key.rsplit("_", 2)[0] for row in rows]
     fields = {
@@ -184,17 +207,24 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
         "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
         "fields": {"tool_rewards": [[]] * len(rows)},
     }
-    expected = whole_run.plain_weights(pair.resumed, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **fields)
+    expected = whole_run.plain_weights(
+        pair.resumed, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **fields
+    )
     moved = 0
     gives_weights = isinstance(signal, Method)
     for row, expected_T in zip(rows, expected, strict=True):
         values_T = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
-        torch.testing.assert_close(values_T, expected_T, **(NOISY if name == "oar_g" else EXACT), msg=row.key)
+        torch.testing.assert_close(
+            values_T, expected_T, **(NOISY if name == "oar_g" else EXACT), msg=row.key
+        )
         moved += not torch.equal(
-            values_T, torch.ones_like(values_T) if gives_weights else values_T[:1].expand_as(values_T)
+            values_T,
+            torch.ones_like(values_T) if gives_weights else values_T[:1].expand_as(values_T),
         )
     assert (moved > 0) == (name not in {"uniform", *OF_TURNS}), "nothing to compare"
-    assert name not in OF_TURNS or any(map(np.any, (row.advantage_T for row in rows))), "nothing to compare"
+    assert name not in OF_TURNS or any(map(np.any, (row.advantage_T for row in rows))), (
+        "nothing to compare"
+    )
 
 
 def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
@@ -202,12 +232,16 @@ def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
     lines = (pair.resumed.folder / "rollouts" / "2.jsonl").read_text().splitlines()
     verls = {line["uid"]: line for line in map(json.loads, lines)}
     rows = pair.resumed.dump(2)
-    assert {row.key for row in rows} == verls.keys() and len(lines) == len(rows) == PROMPTS * ROLLOUTS
+    assert {row.key for row in rows} == verls.keys() and len(lines) == len(
+        rows
+    ) == PROMPTS * ROLLOUTS
     text = partial(whole_run.tokenizer().decode, skip_special_tokens=True)
     for row in rows:
         texts = [text(row.prompt_ids), text(row.token_ids_T)]
         facts = [*texts, row.ground_truth, row.reward, row.step]
-        assert facts == [verls[row.key][name] for name in ("input", "output", "gts", "score", "step")]
+        assert facts == [
+            verls[row.key][name] for name in ("input", "output", "gts", "score", "step")
+        ]
         assert row.outcome == ("right" if row.reward else "wrong") and row.id.startswith("parity/")
     assert pair.resumed.metrics(2)["token_dump/failed_files"] == 0
 
@@ -218,13 +252,17 @@ def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair:
     output = pair.killed.result.stderr
     assert HEADLINE in output and "vLLM's server on " in output[output.index(HEADLINE) :]
     # The trainer of the documentation ran, with methods that nobody knows without their package.
-    assert all(f"step {step} is done" in pair.killed.result.stdout + output for step in range(1, STEPS + 1))
+    assert all(
+        f"step {step} is done" in pair.killed.result.stdout + output for step in range(1, STEPS + 1)
+    )
     assert not THEIRS & set(methods())
 
 
 def _lines(folder: Path) -> list[dict]:
     """Of the validation before the training, and of the steps."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][: STEPS + 1]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][
+        : STEPS + 1
+    ]
 
 
 def test_every_step_is_logged_once(pair: Pair) -> None:
@@ -236,14 +274,20 @@ def test_every_step_is_logged_once(pair: Pair) -> None:
 
 
 def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
-    resumed, uninterrupted = (_lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted))
-    for first, second in zip(uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True):
+    resumed, uninterrupted = (
+        _lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted)
+    )
+    for first, second in zip(
+        uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True
+    ):
         assert first["data"].keys() == second["data"].keys()
         names = [name for name in first["data"] if not NOT_THE_SAME.search(name)]
         assert len(names) > 50
         assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= {*names}
         assert any(name.endswith("/advantage_scale") for name in names)
-        assert {name: second["data"][name] for name in names} == {name: first["data"][name] for name in names}
+        assert {name: second["data"][name] for name in names} == {
+            name: first["data"][name] for name in names
+        }
     weight, next_weight = (pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS))
     assert not torch.equal(weight, next_weight), "nothing was learned that could have been lost"
 
@@ -259,4 +303,6 @@ def test_dumps_are_the_same(pair: Pair) -> None:
     for first, second in zip(*rows, strict=True):
         np.testing.assert_array_equal(second.token_ids_T, first.token_ids_T)
         for column in COLUMNS:
-            np.testing.assert_array_equal(getattr(second, f"{column}_T"), getattr(first, f"{column}_T"))
+            np.testing.assert_array_equal(
+                getattr(second, f"{column}_T"), getattr(first, f"{column}_T")
+            )

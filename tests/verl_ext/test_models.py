@@ -14,7 +14,9 @@ from tests.core import reference
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, encode, id_to_character, make_batch
 from tests.verl_ext.ranks import ARCHITECTURES
 
-BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right")]
+BATCH = [
+    ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right")
+]
 OPTIONS: dict[str, dict[str, Any]] = {
     "left": {"preset": "official", "gate": "all"},
     "both": {"preset": "robust", "gate": "all", "leaf": "middle"},
@@ -39,9 +41,16 @@ def test_scores_and_weights_are_those_of_plain_autograd(name: str, padding: str)
         mask = [int(place >= start) for place in range(len(ids))]
         row = ([ids], [[1] * len(ids)], [mask], [rollout.advantage], reference.resolve(**options))
         expected_result = reference.reference_weights(plain, id_to_character(), *row)
-        for values_BL, expected in ((result.scores, expected_result.scores), (result.weights, expected_result.weights)):
+        for values_BL, expected in (
+            (result.scores, expected_result.scores),
+            (result.weights, expected_result.weights),
+        ):
             expected_T = torch.tensor(expected[0][start:])
-            close = {"rtol": 0, "atol": 1e-4 * float(expected_T.nan_to_num().abs().max()), "equal_nan": True}
+            close = {
+                "rtol": 0,
+                "atol": 1e-4 * float(expected_T.nan_to_num().abs().max()),
+                "equal_nan": True,
+            }
             torch.testing.assert_close(values_BL[at, masks[at]], expected_T, **close)
         moved += len(set(expected_result.weights[0][start:])) > 3
     assert moved, "no weights to compare"

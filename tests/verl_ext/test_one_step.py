@@ -76,7 +76,9 @@ class OtherAdvantages(PPOTrainerSync):
 
 def test_a_trainers_own_advantages_have_the_last_word() -> None:
     """The correct responses are those with a negative advantage now."""
-    step = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {}))
+    step = Step(
+        cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})
+    )
     advantages = step.run()
     right = {key for key, *_, reward in ROWS if reward}
     assert uneven(advantages) == right and all((advantages[key] < 0).all() for key in right)
@@ -87,8 +89,13 @@ def scored(of_a: Sequence[float], *overrides: str) -> Step:
     """A step of four responses to one prompt with these rewards, and four to another; the advantages are not weighted."""
     rewards = {f"a_{number}_0": reward for number, reward in enumerate(of_a)}
     rewards |= {f"b_{number}_0": float(number % 3) for number in range(4)}
-    rows = {key: row_of("Nine?", "I say 9."[: 3 + place], value) for place, (key, value) in enumerate(rewards.items())}
-    return Step("algorithm.norm_adv_by_std_in_grpo=false", *overrides, method=build("uniform"), rows=rows)
+    rows = {
+        key: row_of("Nine?", "I say 9."[: 3 + place], value)
+        for place, (key, value) in enumerate(rewards.items())
+    }
+    return Step(
+        "algorithm.norm_adv_by_std_in_grpo=false", *overrides, method=build("uniform"), rows=rows
+    )
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
@@ -99,9 +106,15 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
     advantages = step.run()
     for key, value in zip(["a_0_0", "a_1_0", "a_2_0", "a_3_0"], expected, strict=True):
         expected_value = 0.0 if math.isnan(value) else value
-        torch.testing.assert_close(advantages[key], torch.full_like(advantages[key], expected_value))
+        torch.testing.assert_close(
+            advantages[key], torch.full_like(advantages[key], expected_value)
+        )
     torch.testing.assert_close(
-        step.trainer._weighed.rollouts.advantages[:4], torch.tensor(expected), equal_nan=True, rtol=1e-5, atol=1e-6
+        step.trainer._weighed.rollouts.advantages[:4],
+        torch.tensor(expected),
+        equal_nan=True,
+        rtol=1e-5,
+        atol=1e-6,
     )
     untouched = scored([1.0, 0.0, 0.0, 1.0]).run()
     assert all(torch.equal(advantages[key], untouched[key]) for key in advantages if key[0] == "b")
@@ -115,7 +128,9 @@ def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int) ->
     """Its advantages are those of a batch without them. Of one output of a session verl's GRPO makes the session's."""
     complete = scored([1.0, 0.5, 0.0, 0.0], f"{BASE}={base}")
     complete.store.rows = {
-        key: row for key, row in complete.store.rows.items() if key not in [f"a_{n}_0" for n in range(lost)]
+        key: row
+        for key, row in complete.store.rows.items()
+        if key not in [f"a_{n}_0" for n in range(lost)]
     }
     step = scored([math.nan] * lost + [1.0, 0.5, 0.0, 0.0][lost:], f"{BASE}={base}")
     advantages = step.run()
@@ -126,9 +141,13 @@ def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int) ->
 
 def test_a_trainers_own_advantages_are_not_made_again() -> None:
     """Where a reward cannot be used: that response trains nothing, and those with a finite advantage keep it."""
-    step = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {}))
+    step = Step(
+        cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})
+    )
     step.store.rows["a_2_0"]["rm_scores"][-1] = math.nan
-    complete = Step(cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})).run()
+    complete = Step(
+        cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})
+    ).run()
     advantages = step.run()
     assert all(torch.equal(advantages[key], complete[key]) for key in complete if key[0] == "b")
     assert not any(advantages[key].any() for key in complete if key[0] == "a")
@@ -146,7 +165,10 @@ MEANS = [
 @pytest.mark.parametrize(("aggregation", "factor", "mean"), MEANS)
 def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float) -> None:
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
-    options = [f"{ACTOR}.loss_agg_mode={aggregation}", f"{ACTOR}.loss_scale_factor={factor or 'null'}"]
+    options = [
+        f"{ACTOR}.loss_agg_mode={aggregation}",
+        f"{ACTOR}.loss_scale_factor={factor or 'null'}",
+    ]
     step = Step(*options)
     step.run()
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
@@ -169,10 +191,16 @@ class TestLeavingOut:
     def test_every_rank_gets_its_share_of_the_rows_that_train(self) -> None:
         step = self.step()
         (request,) = step.workers.updates
-        assert sorted(sum(key[0] == "a" for key in request.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
+        assert sorted(
+            sum(key[0] == "a" for key in request.keys[start : start + 3]) for start in (0, 3)
+        ) == [1, 2]
         assert request.extra_info[LEAVE_OUT] is True
         assert request.extra_info["mini_batch_size"] == request.extra_info["global_batch_size"] == 6
-        lengths = [len(encode(prompt)) + len(encode(response)) for key, prompt, response, _ in ROWS if key[0] == "b"]
+        lengths = [
+            len(encode(prompt)) + len(encode(response))
+            for key, prompt, response, _ in ROWS
+            if key[0] == "b"
+        ]
         assert step.metrics["token_weights/skipped_responses"] == 3
         assert step.metrics["token_weights/skipped_tokens"] == sum(lengths)
         padded = self.step(padding="b_1_0")
@@ -183,10 +211,16 @@ class TestLeavingOut:
         step = self.step(*[f"{ACTOR}.shuffle=True"] * skips, skips=skips)
         (request,) = step.workers.updates
         assert request.keys == [key for key, *_ in ROWS]
-        assert (LEAVE_OUT in request.extra_info) == any("skipped" in name for name in step.metrics) == skips
+        assert (
+            (LEAVE_OUT in request.extra_info)
+            == any("skipped" in name for name in step.metrics)
+            == skips
+        )
 
 
-def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The ranks are asked in the layout, up to the length and at the temperature of the run. One of them computes in
     single precision, where a smaller difference is no rounding."""
     monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", lambda self: None)
@@ -218,7 +252,9 @@ def test_an_estimator_of_ones_own_as_the_base() -> None:
         register_adv_est(name)(estimator)
     try:
         advantages = Step(f"{BASE}=doubled", method=build("uniform")).run()
-        assert [values_T.unique().tolist() for values_T in advantages.values()] == [[2 * reward] for *_, reward in ROWS]
+        assert [values_T.unique().tolist() for values_T in advantages.values()] == [
+            [2 * reward] for *_, reward in ROWS
+        ]
         with pytest.raises(ValueError, match="by_token"):
             Step(f"{BASE}=by_token").run()
     finally:
@@ -238,26 +274,39 @@ class TestStart:
     """What the trainer takes from the model's folder, and the workers that it starts."""
 
     @pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
-    def test_the_context_and_the_end_tokens(self, tmp_path: Path, max_model_len: int | None, context: int) -> None:
+    def test_the_context_and_the_end_tokens(
+        self, tmp_path: Path, max_model_len: int | None, context: int
+    ) -> None:
         """verl's server takes the model's positions where rollout.max_model_len is unset; options of the model count."""
         build_tokenizer().save_pretrained(tmp_path)
         GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
         trainer = self._trainer(tmp_path, max_model_len, max_position_embeddings=48)
         trainer._init_tokenizer()
-        assert trainer._context_length == context and trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
+        assert trainer._context_length == context and trainer._end_tokens == {
+            3,
+            4,
+            trainer.tokenizer.eos_token_id,
+        }
 
     def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path: Path) -> None:
         """One that the driver could not look at, as it was not there yet."""
-        folder = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
+        folder = save_under_class(
+            build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama"
+        )
         with pytest.raises(ValueError, match="tokenizer"):
             self._trainer(folder, None)._init_tokenizer()
 
     def _trainer(self, folder: Path, max_model_len: int | None, **config: Any) -> Any:
-        LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64).save_pretrained(folder)
+        LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64).save_pretrained(
+            folder
+        )
         trainer = Step().trainer
         trainer.config.actor_rollout_ref.rollout.max_model_len = max_model_len
         model = {"_target_": "verl.workers.config.HFModelConfig", "path": str(folder)}
-        trainer.config.actor_rollout_ref.model = {**model, "override_config": {"attn_implementation": "sdpa", **config}}
+        trainer.config.actor_rollout_ref.model = {
+            **model,
+            "override_config": {"attn_implementation": "sdpa", **config},
+        }
         trainer.settings = Settings.parse(trainer.config)
         return trainer
 
@@ -279,7 +328,10 @@ class TestStart:
 def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Workers, "compute_token_scores")
     method = build("probability")
-    results = [Step(f"{ACTOR}.strategy={strategy}", method=method).run() for strategy in ("fsdp2", "megatron")]
+    results = [
+        Step(f"{ACTOR}.strategy={strategy}", method=method).run()
+        for strategy in ("fsdp2", "megatron")
+    ]
     assert same(*results) and any(bool(advantages_T.any()) for advantages_T in results[0].values())
 
 
@@ -309,7 +361,9 @@ def test_what_is_truncated(case: str) -> None:
     settings = Settings.parse(OmegaConf.create(plain))
     end_tokens = {END_ID, encode("f")[0]}
     responses = [torch.tensor(encode(text.removesuffix("!"))) for text in texts]
-    truncated_B = truncated([torch.arange(int(prompt))] * len(responses), responses, settings, int(context), end_tokens)
+    truncated_B = truncated(
+        [torch.arange(int(prompt))] * len(responses), responses, settings, int(context), end_tokens
+    )
     assert truncated_B.tolist() == [text.endswith("!") for text in texts]
 
 
@@ -319,11 +373,18 @@ def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() ->
     class Counting(Workers):
         def compute_token_scores(self, request: TensorDict) -> TensorDict:
             requested.extend(rows_of(request))
-            return build_reply([RowScores(torch.full((row.length,), float(row.index))) for row in requested])
+            return build_reply(
+                [RowScores(torch.full((row.length,), float(row.index))) for row in requested]
+            )
 
     step = Step(method=Shear(), workers=Counting)
     step.workers._dispatch_info = {"actor": [0, 1]}
-    rows = [Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))]
+    rows = [
+        Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))
+    ]
     scores = step.trainer._run_pass(rows)
     assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
-    assert [{row.group for row in of_rank} for of_rank in (requested[:2], requested[2:])] == [{0}, {1, -1}]
+    assert [{row.group for row in of_rank} for of_rank in (requested[:2], requested[2:])] == [
+        {0},
+        {1, -1},
+    ]

@@ -44,15 +44,28 @@ print("NAMES" + json.dumps([names, same]))
 def test_installing_changes_two_functions_of_verls() -> None:
     """Once, though the plug-in is named in verl's other hook too. Methods register where a run starts."""
     results = []
-    for hook in ({"EXTERNAL_MODULES": "grail_advantage.verl_ext.plugin"}, {"EXTERNAL_PLUGINS": "none"}):
+    for hook in (
+        {"EXTERNAL_MODULES": "grail_advantage.verl_ext.plugin"},
+        {"EXTERNAL_PLUGINS": "none"},
+    ):
         plugins = {f"VERL_USE_{name}": value for name, value in hook.items()}
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")} | plugins
+        variables = {
+            name: value for name, value in os.environ.items() if not name.startswith("VERL_")
+        } | plugins
         command = [sys.executable, "-c", NAMES]
         how = {"cwd": ROOT, "env": variables, "timeout": 600, "check": True}
         done = subprocess.run(command, capture_output=True, text=True, **how)
-        results.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("NAMES"))[5:]))
+        results.append(
+            json.loads(
+                next(line for line in done.stdout.splitlines() if line.startswith("NAMES"))[5:]
+            )
+        )
     (names, same), (stock_names, stock_same) = results
-    changed = {name for name in names.keys() | stock_names.keys() if names.get(name) != stock_names.get(name)}
+    changed = {
+        name
+        for name in names.keys() | stock_names.keys()
+        if names.get(name) != stock_names.get(name)
+    }
     # main_ppo imports both by name. verl's own loader of plug-ins has a further name where it loads any.
     wrapped = {name.rsplit(".", 1)[1] for name in changed} - {"_entry_points"}
     assert wrapped == {"validate_config", "configure_verl_logging"}
@@ -60,7 +73,9 @@ def test_installing_changes_two_functions_of_verls() -> None:
 
 
 @pytest.mark.nightly
-def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(tmp_path: Path) -> None:
+def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(
+    tmp_path: Path,
+) -> None:
     for steps, estimator in enumerate(("grpo", "grail"), start=1):
         overrides = [
             f"algorithm.adv_estimator={estimator}",

@@ -59,14 +59,19 @@ class OneForward(Workers):
         worker = loss_worker(omega_conf_to_dataclass(self.config.actor_rollout_ref.actor))
         worker.engine = SimpleNamespace(compute_entropy_from_logits=None)
         parts = zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)
-        log_probs = [log_probs_of({"prompts": prompt, "responses": response}) for prompt, response in parts]
+        log_probs = [
+            log_probs_of({"prompts": prompt, "responses": response}) for prompt, response in parts
+        ]
         packed = nested(log_probs).requires_grad_()
         with ExitStack() as contexts:
             if REUSE in data:
                 contexts.enter_context(self.own.of_update(worker, data))
             if WATCHED in data:
                 contexts.enter_context(self.reader.optimiser_step(worker, data, places))
-            outputs = {"log_probs": packed, "entropy": nested([values_P**2 for values_P in log_probs])}
+            outputs = {
+                "log_probs": packed,
+                "entropy": nested([values_P**2 for values_P in log_probs]),
+            }
             loss, _ = worker.loss_fn(model_output=outputs, data=data)
             loss.backward()
         self.loss = float(loss.detach())
@@ -80,7 +85,9 @@ def steps_of(folder: Path, *overrides: str, method: str = "grail", **how: Any) -
     steps = []
     for reuses in (False, True):
         options = [f"{ROLLOUT}.calculate_log_probs=true", *overrides]
-        step = Step(*options, method=build(method), workers=OneForward, folder=folder / str(reuses), **how)
+        step = Step(
+            *options, method=build(method), workers=OneForward, folder=folder / str(reuses), **how
+        )
         step.trainer._reuses = reuses
         steps.append(step)
     return steps
@@ -95,19 +102,25 @@ def run(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_is_the_one_with_verls_forward(
+    skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     verl, reused = steps_of(tmp_path)
     for step in (verl, reused):
         step.trainer._skips = skips
         run(step, monkeypatch)
     assert (verl.workers.forwards, reused.workers.forwards) == (1, 0)
     assert verl.workers.had_old_log_probs and not reused.workers.had_old_log_probs
-    assert reused.metrics["receipt/findings"] == 0 and reused.metrics["token_dump/failed_files"] == 0
+    assert (
+        reused.metrics["receipt/findings"] == 0 and reused.metrics["token_dump/failed_files"] == 0
+    )
     for expected, row in zip(verl.written(), reused.written(), strict=True):
         assert row.key == expected.key
         updated = not skips or expected.advantage_T.any()
         for name in ("advantage_T", "weight_T", "received_T", "old_log_prob_T", "entropy_T"):
-            values_T, expected_T = (torch.from_numpy(getattr(dumped, name)) for dumped in (row, expected))
+            values_T, expected_T = (
+                torch.from_numpy(getattr(dumped, name)) for dumped in (row, expected)
+            )
             if "old" in name or "entropy" in name:
                 expected_T = expected_T if updated else torch.full_like(expected_T, torch.nan)
             torch.testing.assert_close(values_T, expected_T, equal_nan=True)
@@ -173,5 +186,7 @@ def test_the_recipe_takes_it(method: str) -> None:
 
 def test_one_word_adds_weights_and_nothing_else() -> None:
     """In verl's own command."""
-    settings = parsed(compose("verl_cpu", ["algorithm.adv_estimator=grail"], Path(__file__).parents[1] / "config"))
+    settings = parsed(
+        compose("verl_cpu", ["algorithm.adv_estimator=grail"], Path(__file__).parents[1] / "config")
+    )
     assert settings[OPTION] is False

@@ -42,27 +42,44 @@ class Measured:
             self._known[size] = start_ranks(str(size), place, size)
         return [result[kind][name] for result in self._known[size]]
 
-    def check(self, how: Setup, name: str, rank: int, measured_values: dict[str, list[torch.Tensor]]) -> None:
+    def check(
+        self, how: Setup, name: str, rank: int, measured_values: dict[str, list[torch.Tensor]]
+    ) -> None:
         """That a pass on a rank gave what the plain model gives, in one process and one response at a time."""
         signal, temperature, _ = OWN[name]
         _, rows = ranks.pass_rows(name, rank // how.sequence_parallel, how.data_parallel)
         expected = plain_scores(self.models[how.adapter or how.model], signal, temperature, rows)
-        assert ("gradient_norm" in measured_values) == all(row_scores.norms is not None for row_scores in expected)
+        assert ("gradient_norm" in measured_values) == all(
+            row_scores.norms is not None for row_scores in expected
+        )
         # The gradient of a divergence as small as OAR-G's keeps three to four digits of float32's seven; so does a sum that
         # cancels.
-        rtol = {"gradient": 5e-3, "perturbation": 5e-4}[signal.method] if isinstance(signal, Oar) else 1e-4
+        rtol = (
+            {"gradient": 5e-3, "perturbation": 5e-4}[signal.method]
+            if isinstance(signal, Oar)
+            else 1e-4
+        )
         for at, row_scores in enumerate(expected):
-            for name, values in (("scores", row_scores.scores), ("gradient_norm", row_scores.norms)):
+            for name, values in (
+                ("scores", row_scores.scores),
+                ("gradient_norm", row_scores.norms),
+            ):
                 if name in measured_values:
                     atol = rtol * float(values.nan_to_num().abs().amax()) if len(values) else 0.0
                     measured, rest = measured_values[name][at].tensor_split([len(values)])
-                    torch.testing.assert_close(measured, values.float(), rtol=rtol, atol=atol, equal_nan=True)
+                    torch.testing.assert_close(
+                        measured, values.float(), rtol=rtol, atol=atol, equal_nan=True
+                    )
                     assert not rest.any()  # of the last token, from which nothing is predicted
 
 
-def plain_scores(model: PreTrainedModel, signal: Any, temperature: float, rows: list[Any]) -> list[RowScores]:
+def plain_scores(
+    model: PreTrainedModel, signal: Any, temperature: float, rows: list[Any]
+) -> list[RowScores]:
     how = {"group": None, "step": 0, "tokens": 1}
-    return signal.run(rows, HuggingFaceModel(model, char_tokenizer(), temperature, torch.device("cpu"), **how))
+    return signal.run(
+        rows, HuggingFaceModel(model, char_tokenizer(), temperature, torch.device("cpu"), **how)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +95,9 @@ class TestEverySetup:
             for name, values in result["own"].items():
                 measured.check(SETUPS[setup], name, rank, values)
 
-    def test_they_leave_nothing_that_the_next_optimiser_steps_see(self, measured: Measured, setup: str) -> None:
+    def test_they_leave_nothing_that_the_next_optimiser_steps_see(
+        self, measured: Measured, setup: str
+    ) -> None:
         """Bit for bit, as the same kernels run in the same order, dropout and all; so is what an adapter is merged to."""
         results = measured.of("passes", setup, SETUPS[setup].ranks)
         for result in results:
@@ -89,13 +108,17 @@ class TestEverySetup:
             assert all(map(torch.equal, alone["final"], later["final"]))
             assert len(result["merged"]) == 2 * bool(SETUPS[setup].adapter)
             for fresh, merged in zip(result["merged"][:1], result["merged"][1:], strict=True):
-                assert fresh.keys() == merged.keys() and all(torch.equal(fresh[name], merged[name]) for name in fresh)
+                assert fresh.keys() == merged.keys() and all(
+                    torch.equal(fresh[name], merged[name]) for name in fresh
+                )
         assert any(norm for result in results for norm in result["alone"]["norms"])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("setup", FAMILIES)
-def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(measured: Measured, setup: str) -> None:
+def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(
+    measured: Measured, setup: str
+) -> None:
     """Refused where packed responses see each other."""
     ((holds, values),) = measured.of("family", setup, 1)
     assert holds == bool(values) == (setup not in ("qwen3_5_text, packed", "gpt_oss, packed"))
@@ -111,7 +134,9 @@ def test_whole_blocks_are_as_few_as_in_training(measured: Measured) -> None:
 
 
 @pytest.mark.parametrize("strategy", ranks.PLAIN)
-def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured: Measured, strategy: str) -> None:
+def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(
+    measured: Measured, strategy: str
+) -> None:
     """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not. Bypass
     takes the policy as it is. The policy is put back, after an error too, and nothing is kept."""
     for result in measured.of("later_update", strategy):
@@ -125,4 +150,6 @@ def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured: Mea
 def test_cost_of_a_row_for_sharing_out() -> None:
     # "text after the box": 15 prompt tokens, 19 reasoning tokens, 9 of the box, 17 after it
     costs = {"oar_g": 43, "oar_g, port, last": 60, "oar_p": 43 * 19, "oar_p, few, joint": 43 * 7}
-    assert {name: OWN[name][0].row_cost(ranks.pass_rows(name, 0, 1)[1][0]) for name in costs} == costs
+    assert {
+        name: OWN[name][0].row_cost(ranks.pass_rows(name, 0, 1)[1][0]) for name in costs
+    } == costs

@@ -56,8 +56,15 @@ class Older(Step):
     """The older trainer with the same responses, as ``fit`` has them before the advantages."""
 
     def __init__(self, folder: Path, rows: Rows, method: str | Method, *overrides: str) -> None:
-        options = {"rows": rows, "folder": folder, "workers": OlderWorkers, "cls": TokenWeightRayTrainer}
-        super().__init__(*overrides, method=build(method) if isinstance(method, str) else method, **options)
+        options = {
+            "rows": rows,
+            "folder": folder,
+            "workers": OlderWorkers,
+            "cls": TokenWeightRayTrainer,
+        }
+        super().__init__(
+            *overrides, method=build(method) if isinstance(method, str) else method, **options
+        )
 
     def data(self, without: tuple[str, ...] = ()) -> DataProto:
         """As padded tensors, but for some of what ``_compute_old_log_prob`` hands on."""
@@ -70,26 +77,37 @@ class Older(Step):
         def answered(values: list[torch.Tensor]) -> torch.Tensor:
             return torch.stack([pad(row, (0, WIDTH - len(row))) for row in values])
 
-        tensors = {name: answered([row[name] for row in rows]) for name in ("response_mask", "rm_scores", "loss_mask")}
+        tensors = {
+            name: answered([row[name] for row in rows])
+            for name in ("response_mask", "rm_scores", "loss_mask")
+        }
         tensors["rollout_log_probs"] = answered([row["rollout_log_probs"] for row in rows])
         if "ref_log_prob" in rows[0]:
             tensors["ref_log_prob"] = answered([row["ref_log_prob"] for row in rows])
         prompts, responses = ([row[name] for row in rows] for name in ("prompts", "responses"))
         attention = [
-            part([torch.ones_like(row) for row in ids]) for part, ids in ((asked, prompts), (answered, responses))
+            part([torch.ones_like(row) for row in ids])
+            for part, ids in ((asked, prompts), (answered, responses))
         ]
         tensors["prompts"] = asked(prompts)
         tensors["responses"] = answered(responses)
         tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], dim=1)
         tensors["attention_mask"] = torch.cat(attention, dim=1)
         tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        tensors |= dict.fromkeys(("token_level_scores", "token_level_rewards"), tensors["rm_scores"])
+        tensors |= dict.fromkeys(
+            ("token_level_scores", "token_level_rewards"), tensors["rm_scores"]
+        )
         written = tensors.pop("loss_mask")
         tensors["old_log_probs"] = -(0.1 + 0.01 * self.workers.updated) * written
         handed_on = {WRITTEN: written, ENTROPY: -0.1 * written}
         tensors |= {name: values for name, values in handed_on.items() if name not in without}
-        columns = {name: [row[name] for row in rows] for name in ("uid", *(FACTS.keys() - {"extra_fields"}))}
-        columns["reward_extra_info"] = [row["extra_fields"].get("reward_extra_info", {}) for row in rows]
+        columns = {
+            name: [row[name] for row in rows]
+            for name in ("uid", *(FACTS.keys() - {"extra_fields"}))
+        }
+        columns["reward_extra_info"] = [
+            row["extra_fields"].get("reward_extra_info", {}) for row in rows
+        ]
         self._ask(rows)
         objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
         return DataProto.from_dict(tensors, non_tensors=objects)
@@ -97,8 +115,13 @@ class Older(Step):
     def _ask(self, rows: list[dict[str, Any]]) -> None:
         """Begin the rollout of the responses' prompts, with the weight that the data set gives each."""
         weights = {row["uid"]: row.get("weight") for row in rows}
-        columns = {"uid": np.array(list(weights)), "weight": np.array(list(weights.values()), dtype=object)}
-        prompts = DataProto.from_dict({"dummy_tensor": torch.zeros(len(weights), 1)}, non_tensors=columns)
+        columns = {
+            "uid": np.array(list(weights)),
+            "weight": np.array(list(weights.values()), dtype=object),
+        }
+        prompts = DataProto.from_dict(
+            {"dummy_tensor": torch.zeros(len(weights), 1)}, non_tensors=columns
+        )
         self.trainer._get_gen_batch(prompts)
         assert "weight" not in prompts.non_tensor_batch
 
@@ -126,7 +149,11 @@ def tables_of(folder: Path, step: int) -> str:
     return repr([pq.read_table(file).to_pylist() for file in sorted(folder.glob(f"*{step:06d}*"))])
 
 
-CASES = [(name, base, "", "") for name in ("grail", "entropy", "high_entropy") for base in ("grpo", "rloo")]
+CASES = [
+    (name, base, "", "")
+    for name in ("grail", "entropy", "high_entropy")
+    for base in ("grpo", "rloo")
+]
 CASES += [("uniform", "grpo", "", ""), ("steer", "rloo", "", ""), ("grail", "grpo", "a_1_0", "")]
 CASES += [("progress_advantage", "grpo", "", "")]
 CASES += [("grail", base, "", "a_1_0") for base in ("grpo", "rloo")]
@@ -137,7 +164,10 @@ def test_is_the_v1_trainer_on_the_same_responses(
     name: str, base: str, rejected: str, unjudged: str, tmp_path: Path
 ) -> None:
     """Also where rejection sampling has taken a response out of the mask, or one has no finite reward."""
-    overrides = (f"algorithm.token_weights.base={base}", "algorithm.token_weights.missing_answers=warn")
+    overrides = (
+        f"algorithm.token_weights.base={base}",
+        "algorithm.token_weights.missing_answers=warn",
+    )
     step = Step(*overrides, method=build(name), folder=tmp_path / "v1")
     if name == "progress_advantage":
         for number, row in enumerate(step.store.rows.values()):
@@ -151,20 +181,29 @@ def test_is_the_v1_trainer_on_the_same_responses(
     advantages = older.run()
     assert advantages.keys() == expected.keys()
     for key, values in expected.items():
-        assert torch.equal(advantages[key][: len(values)], values) and not advantages[key][len(values) :].any(), key
+        assert (
+            torch.equal(advantages[key][: len(values)], values)
+            and not advantages[key][len(values) :].any()
+        ), key
     tables = [pq.read_table(file).to_pylist() for file in sorted(tmp_path.glob("*/step_*"))]
     assert len(tables) == 2 and len(tables[0]) == 6 and repr(tables[0]) == repr(tables[1])
     for row in read_dump(tmp_path / "older"):
         np.testing.assert_allclose(row.received_T, row.advantage_T, rtol=1e-4, atol=1e-6)
-    of_method = {column: value for column, value in step.metrics.items() if column.startswith(f"{name}/")}
-    assert of_method == {column: older.metrics[column] for column in of_method} and len(of_method) > 3
+    of_method = {
+        column: value for column, value in step.metrics.items() if column.startswith(f"{name}/")
+    }
+    assert (
+        of_method == {column: older.metrics[column] for column in of_method} and len(of_method) > 3
+    )
     assert older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
 
 
 def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None:
     """Without the forward of the old log-probabilities, and so without rejection sampling."""
     older = Older(tmp_path, plain_rows(), "grail", "algorithm.rollout_correction.bypass_mode=true")
-    rollouts = [torch.stack(list(older.run(*without).values())) for without in ((), (WRITTEN, ENTROPY))]
+    rollouts = [
+        torch.stack(list(older.run(*without).values())) for without in ((), (WRITTEN, ENTROPY))
+    ]
     assert torch.equal(*rollouts)
 
 
@@ -205,7 +244,9 @@ def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
         assert trainer.global_steps == older.workers.updated == resumed and not trainer._skips
         for trainer.global_steps in range(1 + resumed, 4):
             older.run()
-            assert older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
+            assert (
+                older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
+            )
             if trainer.global_steps == 1:
                 trainer._save_checkpoint()
         lives.append([tables_of(tmp_path / "dump", step) for step in (1, 2, 3)])
@@ -227,10 +268,15 @@ def test_a_whole_run(tmp_path: Path) -> None:
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     ]
     for step in (1, 2):
-        run = whole_run.run(tmp_path, [*overrides, f"trainer.total_training_steps={step}"], rows=8, stock=True)
+        run = whole_run.run(
+            tmp_path, [*overrides, f"trainer.total_training_steps={step}"], rows=8, stock=True
+        )
         rows = run.dump(step)
         metrics = run.metrics(step)
-        assert len(rows) == 32 and metrics["receipt/findings"] == metrics["token_dump/failed_files"] == 0
+        assert (
+            len(rows) == 32
+            and metrics["receipt/findings"] == metrics["token_dump/failed_files"] == 0
+        )
         assert any(len(set(row.weight_T.tolist())) > 2 for row in rows)
         for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):
             assert row.weight_T == pytest.approx(weights_T.numpy(), rel=1e-4)

@@ -30,7 +30,13 @@ KNOWN = sorted(POLICY_LOSS_REGISTRY.keys() - {"bypass_mode", "clip_cov", "geo_me
 SEEDS = 20
 pytestmark = pytest.mark.slow
 KL = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "k3+")
-OPTIONS = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "clip_ratio_c": 1.6, "tau_neg": 1.4, "kl_loss_coef": 0.3}
+OPTIONS = {
+    "clip_ratio_low": 0.15,
+    "clip_ratio_high": 0.3,
+    "clip_ratio_c": 1.6,
+    "tau_neg": 1.4,
+    "kl_loss_coef": 0.3,
+}
 
 
 def settings_of(mode: str, choice: dict[str, Any]) -> tuple[Loss, ActorConfig]:
@@ -40,7 +46,9 @@ def settings_of(mode: str, choice: dict[str, Any]) -> tuple[Loss, ActorConfig]:
     options["loss_scale_factor"] = choice["factor"] or "null"
     options["use_kl_loss"] = choice["kl"] is not None
     options["kl_loss_type"] = choice["kl"] or "k3"
-    options |= {f"policy_loss.{name}": choice[name] for name in ("dro_beta", "kl_cov_ratio", "ppo_kl_coef")}
+    options |= {
+        f"policy_loss.{name}": choice[name] for name in ("dro_beta", "kl_cov_ratio", "ppo_kl_coef")
+    }
     overrides = [f"{ACTOR}.{name}={value}" for name, value in options.items()]
     config = compose("ppo_trainer", [*overrides, "algorithm.adv_estimator=uniform"], VERL)
     loss = loss_of(Settings.parse(config))
@@ -64,8 +72,13 @@ def data_of(source: Rollout, rows: torch.Tensor, nested: bool) -> TensorDict:
     fields = {name: values[rows] for name, values in columns.items() if values is not None}
     if nested:
         of_rows = {name: zip(values, lengths, strict=True) for name, values in fields.items()}
-        fields = {name: nested_of([row[:length] for row, length in pairs]) for name, pairs in of_rows.items()}
-        fields["prompts"] = nested_of([torch.zeros(int(length), dtype=torch.long) for length in prompts])
+        fields = {
+            name: nested_of([row[:length] for row, length in pairs])
+            for name, pairs in of_rows.items()
+        }
+        fields["prompts"] = nested_of(
+            [torch.zeros(int(length), dtype=torch.long) for length in prompts]
+        )
     else:
         width = int(prompts.max())
         is_prompt = torch.arange(width) >= (width - prompts).unsqueeze(1)
@@ -77,7 +90,11 @@ def data_of(source: Rollout, rows: torch.Tensor, nested: bool) -> TensorDict:
 
 
 def measured(
-    fields: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor, generated_BT: torch.Tensor | None = None
+    fields: Rollout,
+    config: ActorConfig,
+    nested: bool,
+    skipped: torch.Tensor,
+    generated_BT: torch.Tensor | None = None,
 ) -> list[list[OptimiserStep]]:
     """What each rank's reader reads of verl's loss; its engine counts the generated tokens, by default those of the mask."""
     generated_BT = fields.batch.mask_BT if generated_BT is None else generated_BT
@@ -91,7 +108,9 @@ def measured(
             worker = loss_worker(config)
             micro = [rows for owner, rows in step if owner == rank]
             places = [place for rows in micro for place in rows.tolist()]
-            with reader.optimiser_step(worker, tu.get_tensordict({}, non_tensor_dict=settings), places):
+            with reader.optimiser_step(
+                worker, tu.get_tensordict({}, non_tensor_dict=settings), places
+            ):
                 for rows in [rows[~skipped[rows]] for rows in micro]:
                     if len(rows):
                         data = data_of(fields, rows, nested)
@@ -107,7 +126,12 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, object]]:
     def one_of(*values: object) -> object:
         return values[int(torch.randint(len(values), (), generator=draw))]
 
-    choice = {"ranks": one_of(1, 2), "updates": one_of(1, 2), "epochs": one_of(1, 4), "nested": one_of(True, False)}
+    choice = {
+        "ranks": one_of(1, 2),
+        "updates": one_of(1, 2),
+        "epochs": one_of(1, 4),
+        "nested": one_of(True, False),
+    }
     choice["skipping"] = one_of(True, False)
     choice["aggregation"] = one_of(*AGGREGATIONS)
     choice["factor"] = one_of(None, 12)
@@ -127,10 +151,16 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, object]]:
     loss, config = settings_of(mode, choice)
     of_ranks = measured(fields, config, bool(choice["nested"]), skipped)
     values = (batch.old_log_probs_BT, batch.weights_BT, fields.batch.ref_log_probs_BT)
-    columns = {name: column for name, column in zip(LOSS_COLUMNS, values, strict=True) if column is not None}
+    columns = {
+        name: column
+        for name, column in zip(LOSS_COLUMNS, values, strict=True)
+        if column is not None
+    }
     how = {"sent": (~skipped).tolist(), "loss": loss, "epochs": batch.epochs, "on_policy": True}
     assert loss.account is not None
-    return receipt_by(of_ranks, batch.mask_BT, batch.advantages_BT, columns, range(len(trains)), **how), choice
+    return receipt_by(
+        of_ranks, batch.mask_BT, batch.advantages_BT, columns, range(len(trains)), **how
+    ), choice
 
 
 @pytest.mark.parametrize("mode", KNOWN)
@@ -142,7 +172,9 @@ def test_no_false_alarm(mode: str) -> None:
         assert receipt.ok, (seed, choice, *map(str, receipt.findings))
         assert names(receipt.findings) == []
         receipts = ~receipt.received_UBT.isnan()
-        torch.testing.assert_close(receipt.received_UBT[receipts], receipt.expected_UBT[receipts], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            receipt.received_UBT[receipts], receipt.expected_UBT[receipts], rtol=1e-3, atol=1e-4
+        )
         assert receipt.received_UBT[receipts].abs().max() > 0.1
         clipped += float(receipt.clipped_BT.nansum())
         seen.update((name, value) for name, value in choice.items())
@@ -150,23 +182,35 @@ def test_no_false_alarm(mode: str) -> None:
     assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), clipped
 
 
-@pytest.mark.parametrize("mode, aggregation", [("geo_mean", "seq-mean-token-mean"), ("vanilla", "token-mean")])
+@pytest.mark.parametrize(
+    "mode, aggregation", [("geo_mean", "seq-mean-token-mean"), ("vanilla", "token-mean")]
+)
 def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
     """The means of micro-batches are summed; after rejection (of each third response) all generated tokens divide."""
     generated = rollout(5, token_advantages=False, ties=True, even=True)
     kept_B1 = (torch.arange(len(generated.batch.mask_BT)) % 3 > 0)[:, None] | (mode == "geo_mean")
-    batch = replace(generated.batch, mask_BT=generated.batch.mask_BT & kept_B1, ref_log_probs_BT=None)
+    batch = replace(
+        generated.batch, mask_BT=generated.batch.mask_BT & kept_B1, ref_log_probs_BT=None
+    )
     batch = replace(batch, advantages_BT=batch.advantages_BT * batch.mask_BT)
     choice = {"aggregation": aggregation, "factor": None, "kl": None, "dro_beta": 0.5}
     loss, config = settings_of(mode, choice | {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.4})
     nobody = torch.zeros(len(kept_B1), dtype=torch.bool)
-    of_ranks = measured(replace(generated, batch=batch), config, False, nobody, generated.batch.mask_BT)
+    of_ranks = measured(
+        replace(generated, batch=batch), config, False, nobody, generated.batch.mask_BT
+    )
     how = {"sent": [True] * len(kept_B1), "loss": loss, "epochs": 1, "on_policy": True}
     columns = {LOSS_COLUMNS[0]: batch.old_log_probs_BT}
-    receipt = receipt_by(of_ranks, batch.mask_BT, batch.advantages_BT, columns, range(len(kept_B1)), **how)
+    receipt = receipt_by(
+        of_ranks, batch.mask_BT, batch.advantages_BT, columns, range(len(kept_B1)), **how
+    )
     assert names(receipt.findings) == ["scaled"]
     factor = (
-        len(generated.plan[0]) if mode == "geo_mean" else float(batch.mask_BT.sum() / generated.batch.mask_BT.sum())
+        len(generated.plan[0])
+        if mode == "geo_mean"
+        else float(batch.mask_BT.sum() / generated.batch.mask_BT.sum())
     )
-    assert (receipt.findings[0].low, receipt.findings[0].high) == pytest.approx((factor, factor), rel=1e-4)
+    assert (receipt.findings[0].low, receipt.findings[0].high) == pytest.approx(
+        (factor, factor), rel=1e-4
+    )
     assert factor != pytest.approx(1, rel=0.1)

@@ -29,7 +29,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("relied_on.json")
 PACKAGES = ("verl", "transfer_queue", "transformers", "vllm", "ray")
-HOUSES = {"grail_advantage": "grail_advantage.verl_ext", "verl_cpu": "verl_cpu", "recipe": "recipe.run_life"}
+HOUSES = {
+    "grail_advantage": "grail_advantage.verl_ext",
+    "verl_cpu": "verl_cpu",
+    "recipe": "recipe.run_life",
+}
 """Packages, each with the part whose classes build on theirs."""
 OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
 """TRL and verl exclude each other."""
@@ -115,12 +119,16 @@ def _overridden(house: str) -> dict[str, str]:
                 continue
             theirs = [base for base in cls.__mro__ if is_foreign(base.__module__)]
             if cls.__name__ in JOINED:
-                theirs += [base for base in _named(*JOINED[cls.__name__]).__mro__ if base is not object]
+                theirs += [
+                    base for base in _named(*JOINED[cls.__name__]).__mro__ if base is not object
+                ]
             ours = [base for base in cls.__mro__ if base.__module__.startswith(house)]
             for name, value in (pair for base in ours for pair in vars(base).items()):
                 holder = next((base for base in theirs if name in vars(base)), None)
                 if holder and (name == "__init__" or not name.startswith("__")) and callable(value):
-                    entries[f"{holder.__module__}.{holder.__qualname__}.{name}"] = describe(vars(holder)[name])
+                    entries[f"{holder.__module__}.{holder.__qualname__}.{name}"] = describe(
+                        vars(holder)[name]
+                    )
     return entries
 
 

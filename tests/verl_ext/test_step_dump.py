@@ -30,28 +30,55 @@ from tests.verl_ext.one_step import DUMP, ROWS, Step, plain_rows, row_of
 KEYS = [key for key, *_ in ROWS]
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12), st.integers(1, 14), st.integers(0, 99))
-def test_whole_groups_as_many_as_fit_are_chosen(rows: list[tuple[int, bool]], limit: int, step: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12),
+    st.integers(1, 14),
+    st.integers(0, 99),
+)
+def test_whole_groups_as_many_as_fit_are_chosen(
+    rows: list[tuple[int, bool]], limit: int, step: int
+) -> None:
     """Group by group, without the rows that fill up the batch; only a first group that is larger than all is cut."""
     groups = [group for group, _ in rows]
     valid = [of_run for _, of_run in rows]
     everything = choose_rows(groups, valid, None, (step, 0))
-    assert everything == sorted((row for row, of_run in enumerate(valid) if of_run), key=lambda row: groups[row])
+    assert everything == sorted(
+        (row for row, of_run in enumerate(valid) if of_run), key=lambda row: groups[row]
+    )
     chosen = choose_rows(groups, valid, limit, (step, 0))
-    assert chosen == choose_rows(groups, valid, limit, (step, 0)) == [row for row in everything if row in chosen]
+    assert (
+        chosen
+        == choose_rows(groups, valid, limit, (step, 0))
+        == [row for row in everything if row in chosen]
+    )
     sizes = Counter(groups[row] for row in everything)
     in_dump = Counter(groups[row] for row in chosen)
     cut = [group for group in in_dump if in_dump[group] < sizes[group]]
     assert len(chosen) <= limit and (not cut or (len(in_dump) == 1 and len(chosen) == limit))
-    assert cut or all(size > limit - len(chosen) for group, size in sizes.items() if group not in in_dump)
+    assert cut or all(
+        size > limit - len(chosen) for group, size in sizes.items() if group not in in_dump
+    )
 
 
 def test_no_group_is_left_out_for_ever() -> None:
-    assert len({tuple(choose_rows((0, 0, 1, 1, 2, 2), (True,) * 6, 4, (s, u))) for s in range(9) for u in (0, 1)}) == 3
+    assert (
+        len(
+            {
+                tuple(choose_rows((0, 0, 1, 1, 2, 2), (True,) * 6, 4, (s, u)))
+                for s in range(9)
+                for u in (0, 1)
+            }
+        )
+        == 3
+    )
 
 
 def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones() -> None:
-    of_reward_function = {"reward_extra_info": {"turn_rewards": [1, -1.0]}, "turn_scores": [], "mine": [2]}
+    of_reward_function = {
+        "reward_extra_info": {"turn_rewards": [1, -1.0]},
+        "turn_scores": [],
+        "mine": [2],
+    }
     of_reward_function["tool_rewards"] = [0.5]
     by_turn = {"call_rewards": [[1.0, 0.5], [None], [-1.0]], "tool_rewards": [1.0, 0.5, -1.0]}
     by_call = {"tool_rewards": [1.0, 0.5]}
@@ -63,13 +90,24 @@ def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(
 
     assert label(of_reward_function, grail) == [1.0, -1.0], "the reward function's go first"
     assert label(of_reward_function, build("turn_rloo", {"rewards": "mine"})) == [2.0]
-    assert label(of_reward_function, grail, turns_before=1) == [-1.0], "the second response of a session"
-    assert label(by_turn, grail, turns_before=1) == [[1.0, 0.5], [], [-1.0]], "calls are the response's own"
+    assert label(of_reward_function, grail, turns_before=1) == [-1.0], (
+        "the second response of a session"
+    )
+    assert label(by_turn, grail, turns_before=1) == [[1.0, 0.5], [], [-1.0]], (
+        "calls are the response's own"
+    )
     assert label(by_call, rloo) == [1.0, 0.5]
-    assert label(by_call, rloo, turns=2) == [[1.0], [0.5]], "one a turn, of which the last call has no answer"
+    assert label(by_call, rloo, turns=2) == [[1.0], [0.5]], (
+        "one a turn, of which the last call has no answer"
+    )
     assert label(by_call, rloo, turns=3) == [1.0, 0.5]
-    assert label({"call_rewards": [], **by_call}, build("turn_rloo", {"rewards": "call_rewards"})) is None
-    assert label({"tool_rewards": [0.5]}, build("turn_rloo", {"rewards": ""})) == [0.5], "the usual ones"
+    assert (
+        label({"call_rewards": [], **by_call}, build("turn_rloo", {"rewards": "call_rewards"}))
+        is None
+    )
+    assert label({"tool_rewards": [0.5]}, build("turn_rloo", {"rewards": ""})) == [0.5], (
+        "the usual ones"
+    )
     assert label({}, grail) is None and label(None, grail) is None
 
 
@@ -85,17 +123,26 @@ ODD = {
     "acc": [
         *((value, "right") for value in (True, "1.0", np.float32(1), torch.ones(1))),
         *((value, "wrong") for value in (0, "0", np.array(0.0), Decimal(0), -1.0)),
-        *((value, None) for value in ("yes", [1], {}, np.ones(2), torch.ones(2), NAN, Silent(), b"\xff")),
+        *(
+            (value, None)
+            for value in ("yes", [1], {}, np.ones(2), torch.ones(2), NAN, Silent(), b"\xff")
+        ),
     ],
     "truth": [
-        *((value, str(value)) for value in (Decimal("0.10"), b"7", {"a": 1}, [1, "b"], 1.5, True, np.int64(3))),
+        *(
+            (value, str(value))
+            for value in (Decimal("0.10"), b"7", {"a": 1}, [1, "b"], 1.5, True, np.int64(3))
+        ),
         (None, None),
         (Silent(), None),
         ("\ud83dx", "\ufffdx"),
     ],
     "rewards": [
         *((value, [1.0]) for value in ([1], (1.0,), np.ones(1))),
-        *((value, None) for value in ("ab", {"a": 1}, {1}, torch.ones(2), [NAN], [Silent()], [["a"]], 5)),
+        *(
+            (value, None)
+            for value in ("ab", {"a": 1}, {1}, torch.ones(2), [NAN], [Silent()], [["a"]], 5)
+        ),
     ],
 }
 """Verdicts of a reward function, ground truths and rewards by turn, and what the dump has of each."""
@@ -107,33 +154,58 @@ class TestFacts:
     def test_facts_of_the_data_and_of_the_reward_function(self, tmp_path: Path) -> None:
         step = Step(f"{ROLLOUT}.temperature=0.5", folder=tmp_path)
         step.run("a_1_0")
-        for row in step.store.rows.values():  # what the run does to its tensors afterwards must not reach the file
-            [row[name].fill_(99.0) for name in ("advantages", "old_log_probs", "entropy", "rm_scores")]
+        for row in (
+            step.store.rows.values()
+        ):  # what the run does to its tensors afterwards must not reach the file
+            [
+                row[name].fill_(99.0)
+                for name in ("advantages", "old_log_probs", "entropy", "rm_scores")
+            ]
         rows = step.written()
         expected = [(key, reward) for key, *_, reward in ROWS if key != "a_1_0"]
-        assert [(row.key, row.reward) for row in rows] == expected, "what fills up the batch is left out"
-        assert all((row.old_log_prob_T < 0).all() and abs(row.advantage_T).max() < 10 for row in rows)
+        assert [(row.key, row.reward) for row in rows] == expected, (
+            "what fills up the batch is left out"
+        )
+        assert all(
+            (row.old_log_prob_T < 0).all() and abs(row.advantage_T).max() < 10 for row in rows
+        )
         facts = [(row.ground_truth, row.outcome, row.id, row.truncated) for row in rows]
         assert facts[0] == ("7", "wrong", "gsm8k/4", False), "acc goes first"
-        assert facts[1:3] == [(None, outcome, None, False) for outcome in ("wrong", "right")] and facts[-1][-1]
+        assert (
+            facts[1:3] == [(None, outcome, None, False) for outcome in ("wrong", "right")]
+            and facts[-1][-1]
+        )
         header = read_dump(tmp_path).files[0].header
-        assert (header.step, header.method, header.temperature, header.rows_in_step) == (1, "grail", 0.5, 5)
+        assert (header.step, header.method, header.temperature, header.rows_in_step) == (
+            1,
+            "grail",
+            0.5,
+            5,
+        )
         assert header.special_tokens[END_ID] == "<end>"
         json.dumps(header.options, allow_nan=False)
 
     def test_a_value_of_an_odd_type_loses_its_label_alone(self, tmp_path: Path) -> None:
         """One type beside another in one batch."""
-        cases = [[values[place % len(values)] for values in ODD.values()] for place in range(len(ODD["acc"]))]
+        cases = [
+            [values[place % len(values)] for values in ODD.values()]
+            for place in range(len(ODD["acc"]))
+        ]
         rows = {}
         for place, ((acc, _), (truth, _), (rewards, _)) in enumerate(cases):
-            row = rows[f"a_{place}_0"] = row_of("Two?", "so " * place + r"\boxed{1}<end>", place % 2)
+            row = rows[f"a_{place}_0"] = row_of(
+                "Two?", "so " * place + r"\boxed{1}<end>", place % 2
+            )
             row["reward_model"] = {"ground_truth": truth}
             row["data_source"] = truth
             row["extra_info"] = {"index": acc}
             row["extra_fields"] = {"reward_extra_info": {"acc": acc, "turn_rewards": rewards}}
         step = Step(rows=rows, folder=tmp_path)
         step.run()
-        facts = [[row.outcome, row.ground_truth, row.labels.get("turn_rewards")] for row in step.written()]
+        facts = [
+            [row.outcome, row.ground_truth, row.labels.get("turn_rewards")]
+            for row in step.written()
+        ]
         assert facts == [[expected for _, expected in case] for case in cases]
         assert step.metrics["token_dump/failed_files"] == 0
 
@@ -192,14 +264,20 @@ class TestReceived:
             rows = step.written()
             for row in rows if not workers.keys() - {"drift", "scaler"} else ():
                 arrived = row.received_T is None or row.updates.tolist() == []
-                assert arrived or row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
+                assert arrived or row.received_T == pytest.approx(
+                    row.advantage_T, rel=1e-4, abs=1e-6
+                )
             return step, rows
 
         return run
 
     @pytest.mark.parametrize("skips", [False, True])
-    @pytest.mark.parametrize("method", [Grail(), build("uniform"), Alternating()], ids=lambda method: method.name)
-    def test_what_arrives_is_what_was_intended(self, method: Method, skips: bool, update: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "method", [Grail(), build("uniform"), Alternating()], ids=lambda method: method.name
+    )
+    def test_what_arrives_is_what_was_intended(
+        self, method: Method, skips: bool, update: Any, tmp_path: Path
+    ) -> None:
         """On policy, after one update: with every kind of method, also one whose token advantages have both signs."""
         step, rows = update(method=method, skips=skips)
         (header,) = read_dump(tmp_path).receipts()
@@ -207,17 +285,27 @@ class TestReceived:
         assert step.metrics["receipt/findings"] == step.metrics["receipt/clipped"] == 0
         assert step.metrics["token_dump/failed_files"] == 0 and len(rows) == len(ROWS)
         left_out = [row.key for row in rows if row.updates.tolist() != [0]]
-        assert left_out == [row.key for row in rows if skips and not row.advantage_T[row.mask_T].any()]
+        assert left_out == [
+            row.key for row in rows if skips and not row.advantage_T[row.mask_T].any()
+        ]
         assert len(left_out) == skips
 
     @pytest.mark.parametrize("period", [0, 1])
-    def test_the_effect_is_the_change_since_the_old_log_probabilities(self, period: int, update: Any) -> None:
+    def test_the_effect_is_the_change_since_the_old_log_probabilities(
+        self, period: int, update: Any
+    ) -> None:
         """By one more forward over the batch after the update, in the steps that ask for it; the figures are of it."""
-        step, rows = update(f"{DUMP}.effect_every={period}", f"{ROLLOUT}.temperature=0.5", drift=0.01)
+        step, rows = update(
+            f"{DUMP}.effect_every={period}", f"{ROLLOUT}.temperature=0.5", drift=0.01
+        )
         assert step.workers.forwards == 1 + period
         assert ("grail/moved_with_advantage_rate" in step.metrics) == bool(period)
         for place, row in enumerate(rows):
-            assert row.effect_T is None if not period else row.effect_T == pytest.approx(0.02 * place, abs=1e-6)
+            assert (
+                row.effect_T is None
+                if not period
+                else row.effect_T == pytest.approx(0.02 * place, abs=1e-6)
+            )
 
     def test_ratios_and_epochs(self, update: Any) -> None:
         """The policy has moved by a ratio of 1.5 in both epochs: where the advantage is positive the loss clips."""
@@ -227,10 +315,16 @@ class TestReceived:
         for row in rows:
             wanted_T = np.where(row.advantage_T > 0, 0.0, 1.5 * row.advantage_T)
             assert row.updates.tolist() == [0, 1] and (row.clipped_T == (row.advantage_T > 0)).all()
-            np.testing.assert_allclose(row.by_update_KT, np.stack([wanted_T] * 2), rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(
+                row.by_update_KT, np.stack([wanted_T] * 2), rtol=1e-4, atol=1e-6
+            )
 
-    @pytest.mark.parametrize(("workers", "name"), [({"fault": 0.25}, "scaled"), ({"moved": 0.1}, "stale")])
-    def test_a_fault_is_found(self, workers: dict[str, float], name: str, update: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("workers", "name"), [({"fault": 0.25}, "scaled"), ({"moved": 0.1}, "stale")]
+    )
+    def test_a_fault_is_found(
+        self, workers: dict[str, float], name: str, update: Any, tmp_path: Path
+    ) -> None:
         """A loss that is a quarter of what it should be, and first ratios that are not 1."""
         step, _ = update(**workers)
         ((finding,),) = (header["findings"] for header in read_dump(tmp_path).receipts())
@@ -248,7 +342,10 @@ class TestReceived:
         self, number: int, findings: int, tmp_path: Path
     ) -> None:
         """With ``separate_async``, so that ratios differ from 1 there; before the first update they must not."""
-        rows = {key: {**row, "old_log_probs": row["rollout_log_probs"]} for key, row in plain_rows().items()}
+        rows = {
+            key: {**row, "old_log_probs": row["rollout_log_probs"]}
+            for key, row in plain_rows().items()
+        }
         step = Step(method=build("uniform"), rows=rows, folder=tmp_path, mode="separate_async")
         step.workers.moved = 0.1
         step.trainer.local_trigger_step = number
@@ -272,15 +369,21 @@ class TestReceived:
         (header,) = read_dump(tmp_path).receipts()
         assert [finding["name"] for finding in header["findings"]] == ["unknown loss"]
 
-    def test_switched_off_nothing_is_asked_of_the_workers(self, update: Any, tmp_path: Path) -> None:
+    def test_switched_off_nothing_is_asked_of_the_workers(
+        self, update: Any, tmp_path: Path
+    ) -> None:
         step, rows = update(f"{DUMP}.received=false")
         assert not any(PLACES in row for row in step.store.rows.values())
-        assert [row.received_T for row in rows] == [None] * len(ROWS) and not list(tmp_path.glob("received_*"))
+        assert [row.received_T for row in rows] == [None] * len(ROWS) and not list(
+            tmp_path.glob("received_*")
+        )
         assert not any(name.startswith("receipt/") for name in step.metrics)
 
     def test_an_error_in_the_watch_costs_the_file_alone(self, update: Any) -> None:
         step, rows = update(reads=False)
-        assert step.trainer._dump.steps.failed == 1 and not any(name.startswith("receipt/") for name in step.metrics)
+        assert step.trainer._dump.steps.failed == 1 and not any(
+            name.startswith("receipt/") for name in step.metrics
+        )
         assert [row.received_T for row in rows] == [None] * len(ROWS)
 
     def test_a_receipt_is_of_its_own_update_and_given_out_once(self, tmp_path: Path) -> None:
@@ -288,7 +391,9 @@ class TestReceived:
         step = Step(folder=tmp_path)
         for step.trainer.global_steps, error in ((1, RuntimeError), (2, None)):
             step.run()
-            with patch.object(step.workers, "take_received", wraps=step.workers.take_received, side_effect=error):
+            with patch.object(
+                step.workers, "take_received", wraps=step.workers.take_received, side_effect=error
+            ):
                 step.update()
         assert step.trainer._dump.steps.failed == 1 and step.metrics["receipt/findings"] == 0
         assert [header["step"] for header in read_dump(tmp_path).receipts()] == [2]

@@ -82,7 +82,9 @@ def test_a_batch_without_a_call_trains(source: str) -> None:
             extra = column if source == "by the loop" else {"reward_extra_info": column}
             row |= column if source == "by the data" else {"extra_fields": extra}
         advantages.append(step.run())
-    assert same(*advantages) and all(bool(of_row.any()) for key, of_row in advantages[1].items() if key.startswith("a"))
+    assert same(*advantages) and all(
+        bool(of_row.any()) for key, of_row in advantages[1].items() if key.startswith("a")
+    )
 
 
 def _session_of_two(step: Step) -> None:
@@ -101,11 +103,15 @@ def _session_of_two(step: Step) -> None:
 
 
 @pytest.mark.parametrize("source", ["by the loop", "by the reward function"])
-def test_several_outputs_of_a_session_are_one_conversation(source: str, expected: Advantages) -> None:
+def test_several_outputs_of_a_session_are_one_conversation(
+    source: str, expected: Advantages
+) -> None:
     """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
     step = _step("turn_rloo", rewards="call_rewards")
     for key, talk in TALKS.items():
-        step.store.rows[key]["extra_fields"] = {"call_rewards": [[reward] for reward in talk.rewards]}
+        step.store.rows[key]["extra_fields"] = {
+            "call_rewards": [[reward] for reward in talk.rewards]
+        }
     _session_of_two(step)
     first, last = (step.store.rows[key] for key in ("a_1_0", "a_1_1"))
     if source == "by the loop":
@@ -119,10 +125,15 @@ def test_several_outputs_of_a_session_are_one_conversation(source: str, expected
     whole_T = expected["a_1_0"]
     cut = len(encode(talk.turns[0]))
     again = len(encode(talk.turns[0] + talk.replies[0]))
-    assert same(step.run(), {**expected, "a_1_0": whole_T[:cut], "a_1_1": whole_T[again:]}) and whole_T[again:].any()
+    assert (
+        same(step.run(), {**expected, "a_1_0": whole_T[:cut], "a_1_1": whole_T[again:]})
+        and whole_T[again:].any()
+    )
 
 
-def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     step = _step("turn_rloo", rewards="")
     monkeypatch.setattr(TurnMethod, "reads", TurnMethod.reads - {"sessions"})
     _session_of_two(step)
@@ -132,7 +143,12 @@ def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatc
 
 @pytest.mark.parametrize(
     ("name", "base", "scale"),
-    [("mt_grpo", "grpo", 1), ("turn_grpo", "grpo", 1), ("gigpo", "grpo", 2), ("turn_rloo", "rloo", 1)],
+    [
+        ("mt_grpo", "grpo", 1),
+        ("turn_grpo", "grpo", 1),
+        ("gigpo", "grpo", 2),
+        ("turn_rloo", "rloo", 1),
+    ],
 )
 def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int) -> None:
     """With the responses of the other tests of a step, which are of one turn."""
@@ -145,7 +161,9 @@ def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int) ->
         torch.testing.assert_close(advantages_T, scale * verls[key], rtol=rounding, atol=1e-6)
 
 
-def test_zero_advantage_responses_are_those_without_a_turn_that_trains(expected: Advantages) -> None:
+def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
+    expected: Advantages,
+) -> None:
     """Not those in whose group GRPO finds one outcome."""
     of_b = [key for key in TALKS if key.startswith("b")]
     assert bool(expected["b_1_0"].any())

@@ -22,7 +22,14 @@ from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import ranks
 from tests.verl_ext.one_step import receipt_by
-from tests.verl_ext.ranks import PLAIN_UPDATE, TEMPERATURE, TOKEN_MEAN, UPDATES, Results, start_ranks
+from tests.verl_ext.ranks import (
+    PLAIN_UPDATE,
+    TEMPERATURE,
+    TOKEN_MEAN,
+    UPDATES,
+    Results,
+    start_ranks,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -86,20 +93,26 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     folder = tmp_path_factory.mktemp("updates")
     tiny_model(layers=2).save_pretrained(folder / "qwen3")
     torch.manual_seed(0)
-    adapted = get_peft_model(tiny_model(layers=2), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
+    adapted = get_peft_model(
+        tiny_model(layers=2), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    )
     adapted.save_pretrained(folder / "adapter")
     torch.save(plan(), folder / "plan.pt")
     return start_ranks("updates", folder, 2)
 
 
-def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor], rtol: float = 1e-4) -> None:
+def _assert_close(
+    actual: list[torch.Tensor], expected: list[torch.Tensor], rtol: float = 1e-4
+) -> None:
     largest = max(float(values.detach().abs().max()) for values in expected if values.numel())
     for of_one, of_other in zip(actual, expected, strict=True):
         torch.testing.assert_close(of_one, of_other, rtol=0, atol=rtol * max(largest, 1e-5))
 
 
 @pytest.mark.parametrize("setup", UPDATES)
-def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, results: list[Results]) -> None:
+def test_without_zero_advantage_responses_it_is_the_same_update(
+    setup: str, results: list[Results]
+) -> None:
     """With each of verl's losses that leave responses out."""
     trained = [True, False, True] * ranks.EPOCHS
     assert set(ranks.LOSSES) == set(SKIPPABLE)
@@ -107,7 +120,9 @@ def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, resu
         for of_loss in UPDATES[setup][2]:
             verl = result[(*of_loss, "verl")]
             skipped = result[(*of_loss, "skipped")]
-            for number, (actual, expected) in enumerate(zip(skipped["gradients"], verl["gradients"], strict=True)):
+            for number, (actual, expected) in enumerate(
+                zip(skipped["gradients"], verl["gradients"], strict=True)
+            ):
                 _assert_close(actual, expected)
                 assert trained[number] or all((values == 0).all() for values in actual)
             _assert_close(skipped["parameters"], verl["parameters"])
@@ -117,7 +132,9 @@ def test_without_zero_advantage_responses_it_is_the_same_update(setup: str, resu
             assert actual.keys() == expected.keys()
             if actual:  # verl collects them from one rank of those with the same responses
                 for name in ("grad_norm", "loss"):
-                    assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), of_loss
+                    assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), (
+                        of_loss
+                    )
                 assert [norm > 0 for norm in expected["grad_norm"]] == trained
                 assert actual.get("actor/ppo_kl", [0, 0])[1] == 0  # of no response
 
@@ -137,7 +154,9 @@ def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]
     expected = [p.grad for p in model.parameters()]
     for mode in ("verl", "skipped"):
         of_ranks = [result["updates"][PACKED] for result in results]
-        shards = zip(*(result[loss, TOKEN_MEAN, mode]["gradients"][0] for result in of_ranks), strict=True)
+        shards = zip(
+            *(result[loss, TOKEN_MEAN, mode]["gradients"][0] for result in of_ranks), strict=True
+        )
         _assert_close([torch.cat(parts) for parts in shards], expected, 1e-3)
 
 
@@ -169,23 +188,38 @@ def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]
 
 def _steps(results: list[Results], setup: str, *update: str) -> list[list[OptimiserStep]]:
     """Of the data-parallel ranks."""
-    return [steps for result in results if (steps := result["updates"][setup][update]["steps"]) is not None]
+    return [
+        steps
+        for result in results
+        if (steps := result["updates"][setup][update]["steps"]) is not None
+    ]
 
 
-def _receipt(of_ranks: list[list[OptimiserStep]], loss: str, aggregation: str, mode: str) -> Receipt:
+def _receipt(
+    of_ranks: list[list[OptimiserStep]], loss: str, aggregation: str, mode: str
+) -> Receipt:
     """The trainer's receipt of these steps."""
 
     def padded(name: str) -> torch.Tensor:
         return pad_sequence([row[name] for row in rows()], batch_first=True)
 
-    options = {"ppo_epochs": ranks.EPOCHS, "loss_scale_factor": ranks.SCALE, "loss_agg_mode": aggregation}
+    options = {
+        "ppo_epochs": ranks.EPOCHS,
+        "loss_scale_factor": ranks.SCALE,
+        "loss_agg_mode": aggregation,
+    }
     options["policy_loss.loss_mode"] = loss
     config = verls_on_cpu(*(f"{ACTOR}.{name}={value}" for name, value in options.items()))
     mask_BT = padded("mask").bool()
     chosen = [row["place"] for row in rows() if row["written"] >= 0]
     columns = {"old_log_probs": padded("old_log_probs"), "rollout_is_weights": padded("weights")}
     sent = [is_sent or "skipped" not in mode for is_sent in _trained()]
-    how = {"sent": sent, "loss": loss_of(Settings.parse(config)), "epochs": ranks.EPOCHS, "on_policy": False}
+    how = {
+        "sent": sent,
+        "loss": loss_of(Settings.parse(config)),
+        "epochs": ranks.EPOCHS,
+        "on_policy": False,
+    }
     return receipt_by(of_ranks, mask_BT, padded("advantages"), columns, chosen, **how)
 
 
@@ -194,7 +228,9 @@ def _trained() -> list[bool]:
 
 
 @pytest.mark.parametrize("setup", UPDATES)
-def test_no_false_alarm_and_every_token_receives_what_was_intended(setup: str, results: list[Results]) -> None:
+def test_no_false_alarm_and_every_token_receives_what_was_intended(
+    setup: str, results: list[Results]
+) -> None:
     written = [row for row in rows() if row["written"] >= 0]
     trained = _trained()
     clipped = 0
@@ -213,7 +249,10 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(setup: str, r
             received = receipt.received_UBT[held_UBT]
             expected = receipt.expected_UBT[held_UBT]
             torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-5)
-            assert len(receipt.received_UBT) == ranks.EPOCHS * len(plan()) and received.abs().max() > 0.1
+            assert (
+                len(receipt.received_UBT) == ranks.EPOCHS * len(plan())
+                and received.abs().max() > 0.1
+            )
     assert clipped > 4
 
 
@@ -241,4 +280,7 @@ def test_the_updates_own_forward_gives_the_old_log_probabilities(
                     torch.testing.assert_close(values_T, expected_T, rtol=1e-4, atol=1e-5)
             trained = {place for place in result["expected"] if _trained()[place]}
             every_place = {"reused": set(result["expected"])}
-            assert all(columns.keys() == every_place.get(mode, trained) for columns in reused["own_forward"].values())
+            assert all(
+                columns.keys() == every_place.get(mode, trained)
+                for columns in reused["own_forward"].values()
+            )

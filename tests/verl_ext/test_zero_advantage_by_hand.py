@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.exchange import deal_mini_batches, nested, trains, without_zero_advantage
+from grail_advantage.verl_ext.exchange import (
+    deal_mini_batches,
+    nested,
+    trains,
+    without_zero_advantage,
+)
 from grail_advantage.verl_ext.patches import data_parallel_size
 from grail_advantage.weigh import deal
 
@@ -27,7 +32,9 @@ def mini_batch(advantages: list[list[float]], **settings: Any) -> Any:
     masks[3][1] = 0
 
     def values(start: int, lengths: Any) -> Any:
-        return nested([torch.arange(length) + start * (row + 1) for row, length in enumerate(lengths)])
+        return nested(
+            [torch.arange(length) + start * (row + 1) for row, length in enumerate(lengths)]
+        )
 
     totals = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     columns = {
@@ -44,7 +51,12 @@ def mini_batch(advantages: list[list[float]], **settings: Any) -> Any:
 
 
 def leave_out(
-    monkeypatch: pytest.MonkeyPatch, data: Any, other_rank: list[int], *, dynamic: bool = False, rows: int = 4
+    monkeypatch: pytest.MonkeyPatch,
+    data: Any,
+    other_rank: list[int],
+    *,
+    dynamic: bool = False,
+    rows: int = 4,
 ) -> tuple[Any, list[int]]:
     """The responses that are left on this rank, of two; and the lengths that it tells the other one."""
     sent: list[int] = []
@@ -79,8 +91,16 @@ def test_rows_and_fillers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert setting(batch, "global_token_num") == [7, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
     assert setting(batch, "micro_batch_size_per_gpu") == 3
     assert lists(batch, "prompts") == [[100, 101, 102], [300, 301, 302, 303], *[[100]] * 4]
-    assert lists(batch, "responses") == [[200, 201, 202, 203], [600, 601, 602, 603, 604], *[[0]] * 4]
-    assert lists(batch, "input_ids") == [list(range(1000, 1007)), list(range(3000, 3009)), *[[1000, 1001]] * 4]
+    assert lists(batch, "responses") == [
+        [200, 201, 202, 203],
+        [600, 601, 602, 603, 604],
+        *[[0]] * 4,
+    ]
+    assert lists(batch, "input_ids") == [
+        list(range(1000, 1007)),
+        list(range(3000, 3009)),
+        *[[1000, 1001]] * 4,
+    ]
     assert lists(batch, "position_ids") == [list(range(7)), list(range(9)), *[[0, 1]] * 4]
     assert lists(batch, "response_mask") == [[1] * 4, [1] * 5, *[[0]] * 4]
     assert lists(batch, "old_log_probs") == [[-1.0] * 4, [-1.0] * 5, *[[0.0]] * 4]
@@ -100,7 +120,9 @@ def test_a_token_budget_needs_no_even_micro_batches(monkeypatch: pytest.MonkeyPa
     assert len(batch) == 3 and setting(batch, "micro_batch_size_per_gpu") is None
 
 
-def test_a_mini_batch_without_an_advantage_keeps_one_filler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mini_batch_without_an_advantage_keeps_one_filler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batch, sent = leave_out(monkeypatch, mini_batch([[0.0] * length for length in RESPONSES]), [])
     assert sent == [] and len(batch) == 1 and setting(batch, "global_token_num") == [2, 2]
     assert lists(batch, "response_mask") == lists(batch, "responses") == [[0]]
@@ -116,7 +138,9 @@ def test_a_mini_batch_whose_every_token_trains_stays(monkeypatch: pytest.MonkeyP
 
 
 def test_which_responses_train() -> None:
-    advantages = [torch.tensor(row) for row in ([0.0, -0.0, 0.0], [1.0, 0.0, -1e-30, 0.0], [0.0, 2.0])]
+    advantages = [
+        torch.tensor(row) for row in ([0.0, -0.0, 0.0], [1.0, 0.0, -1e-30, 0.0], [0.0, 2.0])
+    ]
     masks = [torch.tensor(row) for row in ([1, 1, 1], [1, 1, 1, 1], [1, 0])]
     assert trains(advantages, masks) == [False, True, False]
 
@@ -141,7 +165,10 @@ def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks
     costs, groups = [list(column) for column in zip(*rows, strict=True)]
     shares = deal(costs, ranks, groups)
     assert sorted(row for share in shares for row in share) == list(range(len(costs)))
-    assert all(sum(any(groups[row] == group for row in share) for share in shares) == 1 for group in set(groups))
+    assert all(
+        sum(any(groups[row] == group for row in share) for share in shares) == 1
+        for group in set(groups)
+    )
     # No rank has more work than an even share and a group.
     largest = max(sum(cost for cost, group in rows if group == number) for number in groups)
     assert max(sum(costs[row] for row in share) for share in shares) <= sum(costs) / ranks + largest
@@ -149,19 +176,30 @@ def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(data: st.DataObject) -> None:
+def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(
+    data: st.DataObject,
+) -> None:
     ranks = data.draw(st.sampled_from([1, 2, 4]))
     share = data.draw(st.integers(1, 4))
     batches = 2
     count = ranks * share * batches
-    costs = data.draw(st.lists(st.sampled_from([0, 0, 5, 300, 4000]), min_size=count, max_size=count))
+    costs = data.draw(
+        st.lists(st.sampled_from([0, 0, 5, 300, 4000]), min_size=count, max_size=count)
+    )
     order = deal_mini_batches(costs, ranks, ranks * share)
     assert sorted(order) == list(range(count))
     for start in range(0, share * batches, share):
-        places = [rank * share * batches + start + place for rank in range(ranks) for place in range(share)]
+        places = [
+            rank * share * batches + start + place
+            for rank in range(ranks)
+            for place in range(share)
+        ]
         dealt = [order[place] for place in places]
         assert sorted(dealt) == places
-        trains = [sum(costs[row] > 0 for row in dealt[at : at + share]) for at in range(0, len(dealt), share)]
+        trains = [
+            sum(costs[row] > 0 for row in dealt[at : at + share])
+            for at in range(0, len(dealt), share)
+        ]
         assert max(trains) - min(trains) <= 1
 
 

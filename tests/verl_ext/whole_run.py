@@ -40,7 +40,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most responses."""
     words = ("\\boxed{", ANSWER, "user", "assistant")
     tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
+    backend = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Split(
         Regex("|".join(map(re.escape, words)) + r"|[\s\S]"), behavior="isolated"
     )
@@ -67,8 +69,17 @@ def write_assets(folder: Path, rows: int) -> None:
             "num_hidden_layers": 2,
             "head_dim": 32,
         },
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "bos_token_id": None},
-        **{"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id, "dtype": "float32"},
+        **{
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 128,
+            "bos_token_id": None,
+        },
+        **{
+            "eos_token_id": tokens.eos_token_id,
+            "pad_token_id": tokens.pad_token_id,
+            "dtype": "float32",
+        },
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
@@ -78,9 +89,15 @@ def write_assets(folder: Path, rows: int) -> None:
     )
     model.save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
-    gold = {"data_source": "parity", "ability": "math", "reward_model": {"style": "rule", "ground_truth": "0"}}
+    gold = {
+        "data_source": "parity",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "0"},
+    }
     prompts = [[{"role": "user", "content": f"{i}+{i}"}] for i in range(rows)]
-    data = [{**gold, "prompt": prompt, "extra_info": {"index": i}} for i, prompt in enumerate(prompts)]
+    data = [
+        {**gold, "prompt": prompt, "extra_info": {"index": i}} for i, prompt in enumerate(prompts)
+    ]
     pandas.DataFrame(data).to_parquet(folder / "train.parquet")
     pandas.DataFrame(data[:4]).to_parquet(folder / "val.parquet")
 
@@ -101,13 +118,19 @@ class WholeRun:
 
     def metrics(self, step: int) -> dict[str, float]:
         """What verl logged."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
         return next(line["data"] for line in lines if line["step"] == step)
 
     def policy(self, step: int) -> Qwen3ForCausalLM:
         """The model before a step: the initial one, or that of the checkpoint before, which must hold it as ``hf_model``."""
-        checkpoint = self.folder / "checkpoints" / f"global_step_{step - 1}" / "actor" / "huggingface"
-        return Qwen3ForCausalLM.from_pretrained(checkpoint if step > 1 else self.folder / "model", dtype=torch.float32)
+        checkpoint = (
+            self.folder / "checkpoints" / f"global_step_{step - 1}" / "actor" / "huggingface"
+        )
+        return Qwen3ForCausalLM.from_pretrained(
+            checkpoint if step > 1 else self.folder / "model", dtype=torch.float32
+        )
 
 
 def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
@@ -115,13 +138,20 @@ def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
     rewards: dict[str, list[float]] = {}
     for row in rows:
         text = tokenizer().decode(row.token_ids_T, skip_special_tokens=True)
-        rewards.setdefault(row.key.rsplit("_", 2)[0], []).append(compute_score("", text, "")["score"])
+        rewards.setdefault(row.key.rsplit("_", 2)[0], []).append(
+            compute_score("", text, "")["score"]
+        )
     of_groups = {uid: torch.tensor(values) for uid, values in rewards.items()}
-    advantages = {uid: iter((values - values.mean()) / (values.std() + 1e-6)) for uid, values in of_groups.items()}
+    advantages = {
+        uid: iter((values - values.mean()) / (values.std() + 1e-6))
+        for uid, values in of_groups.items()
+    }
     return [next(advantages[row.key.rsplit("_", 2)[0]]) for row in rows]
 
 
-def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Method, **options: Any) -> list[torch.Tensor]:
+def plain_weights(
+    run: WholeRun, rows: list[DumpRow], signal: Method, **options: Any
+) -> list[torch.Tensor]:
     """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
     one process, each response on its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
     tokens = tokenizer()
@@ -137,9 +167,13 @@ def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Method, **options:
         valid_BL[number, : place.stop] = 1
         response_BL[number, place] = torch.tensor(row.mask_T).long()
     masked_B = torch.tensor([row.truncated and signal.mask_truncated for row in rows])
-    advantages_B = torch.tensor([float(max(row.base_advantage_T, key=abs)) for row in rows]).masked_fill(masked_B, 0.0)
+    advantages_B = torch.tensor(
+        [float(max(row.base_advantage_T, key=abs)) for row in rows]
+    ).masked_fill(masked_B, 0.0)
     arguments = (ids_BL, valid_BL, response_BL, advantages_B, signal)
-    result = compute_token_weights(run.policy(rows[0].step), tokens, *arguments, masked=masked_B, **options)
+    result = compute_token_weights(
+        run.policy(rows[0].step), tokens, *arguments, masked=masked_B, **options
+    )
     values = result.weights if isinstance(signal, Method) else result.advantages
     return [values[number, place] for number, place in enumerate(places)]
 
@@ -162,7 +196,11 @@ def start(
     """Train in a folder, empty or of a run that is to carry on, and say how it ended: with so many prompts, and verl's own
     configuration where it is ``stock``, else the recipe's."""
     write_assets(folder, rows)
-    recipe = ["verl.trainer.main_ppo", f"--config-path={ROOT}/recipe/config", "--config-name=cpu_trainer"]
+    recipe = [
+        "verl.trainer.main_ppo",
+        f"--config-path={ROOT}/recipe/config",
+        "--config-name=cpu_trainer",
+    ]
     recipe += [f"run.folder={folder}", "algorithm.norm_adv_by_std_in_grpo=True"]
     entry, new = (STOCK, "+") if stock else (recipe, "")
     command = [
@@ -190,9 +228,18 @@ def start(
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         *overrides,
     ]
-    variables_of_run = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), "PYTHON": sys.executable}
+    variables_of_run = {
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "PYTHON": sys.executable,
+    }
     variables_of_run |= {} if stock else {"VERL_USE_EXTERNAL_MODULES": "recipe.verl_start"}
-    variables = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", **variables_of_run, **environment}
+    variables = {
+        **os.environ,
+        "VERL_PLATFORM": "cpu",
+        "OMP_NUM_THREADS": "1",
+        **variables_of_run,
+        **environment,
+    }
     outputs = [folder / name for name in SAID]
     for _ in range(STARTS):
         with outputs[0].open("w") as out, outputs[1].open("w") as err:

@@ -22,7 +22,9 @@ def browser() -> Iterator[Any]:
     """A headless Chromium with a new profile: ``CHROMIUM``, or on the path."""
     path = chromium()
     if path is None:
-        pytest.skip("no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one")
+        pytest.skip(
+            "no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one"
+        )
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -52,7 +54,10 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         page = context.new_page()
         page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: messages.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on(
+            "dialog",
+            lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()),
+        )
         page.on("request", lambda request: requests.append(request.url.split("#")[0]))
         page.goto(path.resolve().as_uri() + hash_)
         page.wait_for_selector("html[data-ready]", timeout=60_000)

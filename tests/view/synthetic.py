@@ -12,7 +12,14 @@ import numpy as np
 import pyarrow as pa
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump, write_received, write_step
+from grail_advantage.dump import (
+    RECEIVED_SCHEMA,
+    DumpHeader,
+    DumpRow,
+    read_dump,
+    write_received,
+    write_step,
+)
 from grail_advantage.receipt import Finding
 from tests.dumps import dump_row, method_columns, received_header, table_of
 
@@ -29,7 +36,9 @@ def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
             progress = 1 - np.exp(-step / (0.4 * steps + 1))
             values: dict[str, float] = {}
             if step % 5 == 0 or step == steps:
-                values["val-core/tiny_chain_sum/acc/mean@1"] = 0.35 + 0.55 * progress + rng.normal(0, 0.015)
+                values["val-core/tiny_chain_sum/acc/mean@1"] = (
+                    0.35 + 0.55 * progress + rng.normal(0, 0.015)
+                )
             if step:
                 values["critic/score/mean"] = 0.3 + 0.6 * progress + rng.normal(0, 0.03)
                 values["grail/average_weight"] = 1.16 + rng.normal(0, 0.01)
@@ -52,7 +61,9 @@ def text_row(tokens: Sequence[str], **values: Any) -> DumpRow:
     given: dict[str, Any] = {
         "ground_truth": "2",
         "answer": "2",
-        "token_ids_T": np.array([sum(map(ord, token)) % 50_000 for token in tokens], dtype=np.int64),
+        "token_ids_T": np.array(
+            [sum(map(ord, token)) % 50_000 for token in tokens], dtype=np.int64
+        ),
         "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
         "weight_T": np.clip(1 + 0.5 * rng.standard_normal(count), 0.5, 5).astype(np.float32),
         "base_advantage_T": np.full(count, 0.75, dtype=np.float32),
@@ -90,7 +101,9 @@ def write_dump(
                 if values["no_scores"]:
                     values["weight_T"][:] = 1
                     values["score_T"][:] = np.nan
-                values["base_advantage_T"] = np.full(len(values["tokens"]), advantage, dtype=np.float32)
+                values["base_advantage_T"] = np.full(
+                    len(values["tokens"]), advantage, dtype=np.float32
+                )
                 values["step"] = step
                 values["group"] = group
                 values["row"] = place + group * RESPONSES
@@ -102,11 +115,15 @@ def write_dump(
             "rows_in_step": len(rows),
         }
         options = {"preset": "official", "content_weight": 2.0}
-        header = DumpHeader(step=step, method=methods[0] if methods else "grail", options=options, **facts)
+        header = DumpHeader(
+            step=step, method=methods[0] if methods else "grail", options=options, **facts
+        )
         write_step(folder, header, table_of(rows))
 
 
-def _response(rng: np.random.Generator, numbers: Sequence[int], correct: bool, filler: int) -> dict[str, Any]:
+def _response(
+    rng: np.random.Generator, numbers: Sequence[int], correct: bool, filler: int
+) -> dict[str, Any]:
     """The values of one response, which may be truncated; an incorrect one errs in its second step."""
     a, b, c = numbers
     total = a + b + c + (0 if correct else 10)
@@ -125,7 +142,9 @@ def _response(rng: np.random.Generator, numbers: Sequence[int], correct: bool, f
         "tokens": tokens,
         "prompt": f"How much is {a} + {b} + {c}? \\boxed{{}}.",
         "ground_truth": str(a + b + c),
-        "token_ids_T": np.array([sum(map(ord, token)) % 49_000 + 3 if token else 2 for token in tokens]),
+        "token_ids_T": np.array(
+            [sum(map(ord, token)) % 49_000 + 3 if token else 2 for token in tokens]
+        ),
         "reward": float(correct and not truncated),
         "outcome": "right" if correct and not truncated else "wrong",
         "answer": None if truncated else str(total),
@@ -136,11 +155,15 @@ def _response(rng: np.random.Generator, numbers: Sequence[int], correct: bool, f
         "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
         "old_log_prob_T": -surprisal_T.astype(np.float32),
         "entropy_T": (surprisal_T * rng.uniform(0.5, 1.5, count)).astype(np.float32),
-        "labels": {} if correct or truncated else {"wrong_step": [len(parts[0]), len(parts[0]) + len(parts[1])]},
+        "labels": {}
+        if correct or truncated
+        else {"wrong_step": [len(parts[0]), len(parts[0]) + len(parts[1])]},
     }
 
 
-def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[str]) -> dict[str, DumpRow]:
+def _methods(
+    rng: np.random.Generator, values: dict[str, Any], names: Sequence[str]
+) -> dict[str, DumpRow]:
     """Columns of several methods: the first has the response's own, the others are made up."""
     columns = {}
     for name in names:
@@ -150,7 +173,9 @@ def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[s
         if columns:
             score_T = rng.lognormal(-3, 1, count).astype("f4")
             weight_T = np.clip(1 + 0.6 * rng.standard_normal(count), 0.4, 3).astype("f4")
-        columns[name] = method_columns(score_T=score_T, weight_T=weight_T, no_scores=values["no_scores"])
+        columns[name] = method_columns(
+            score_T=score_T, weight_T=weight_T, no_scores=values["no_scores"]
+        )
     return columns
 
 
@@ -173,7 +198,9 @@ def write_arrived(folder: Path) -> list[DumpRow]:
         row.old_log_prob_T = np.float32([-1, -2, -3])
         row.rollout_log_probs_T = np.float32([-1.001, -2, -2.5])
     write_step(folder, DumpHeader(step=1, method="grail"), table_of(rows))
-    finding = Finding("scaled", "everywhere", 0.5, "half arrived", (("a_0_0", 1, 1.0, 0.5),), "", tokens=1).to_dict()
+    finding = Finding(
+        "scaled", "everywhere", 0.5, "half arrived", (("a_0_0", 1, 1.0, 0.5),), "", tokens=1
+    ).to_dict()
     header = received_header(1, loss="vanilla", updates=2, tokens=3, findings=[finding])
     write_received(folder, header, pa.table(received, schema=RECEIVED_SCHEMA))
     return list(read_dump(folder))
@@ -202,8 +229,13 @@ def conversation_row(rng: np.random.Generator, turns: int, **values: Any) -> Dum
         if between:
             tool.append([len(tokens), len(tokens) + len(between)])
         tokens += between
-    mask_T = np.array([all(not start <= t < end for start, end in tool) for t in range(len(tokens))])
-    given = {"reward": sum(rewards), "outcome": "right" if all(reward > 0 for reward in rewards) else "wrong"}
+    mask_T = np.array(
+        [all(not start <= t < end for start, end in tool) for t in range(len(tokens))]
+    )
+    given = {
+        "reward": sum(rewards),
+        "outcome": "right" if all(reward > 0 for reward in rewards) else "wrong",
+    }
     given["mask_T"] = mask_T
     given["advantage_T"] = np.float32(advantages)
     given["weight_T"] = np.ones(len(tokens), dtype=np.float32)
@@ -221,6 +253,8 @@ def write_conversations(
         for place in range(problems * RESPONSES):
             known = {"step": step, "row": place, "group": place // RESPONSES, "key": f"{place}_0_0"}
             rows.append(conversation_row(rng, int(rng.integers(1, 7)), **known))
-        header = DumpHeader(step=step, method="turn_rloo", gave_advantages=True, options={"align": "turns"})
+        header = DumpHeader(
+            step=step, method="turn_rloo", gave_advantages=True, options={"align": "turns"}
+        )
         write_step(folder, header, table_of([row for row in rows if row.step == step]))
     return rows

@@ -38,10 +38,16 @@ from tests.core import real_tokenizers as real
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
 from verl_cpu.tiny.shipped import load_shipped
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
+)
 CHOSEN = ["text after the box", "several boxes", "box at the end", "no box", "right"]
 RESPONSES = [
-    Response(id=name, prompt=ROLLOUTS[name].prompt, response=ROLLOUTS[name].response.removesuffix("<end>"))
+    Response(
+        id=name,
+        prompt=ROLLOUTS[name].prompt,
+        response=ROLLOUTS[name].response.removesuffix("<end>"),
+    )
     for name in CHOSEN
 ]
 
@@ -50,28 +56,51 @@ RESPONSES = [
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: int):
     """Bit for bit, for the first method as the run's and for each of several."""
-    names = (first, "grail_robust", "oar_g", "oar_p", "stare", "shear", "polarity", "progress_advantage")
+    names = (
+        first,
+        "grail_robust",
+        "oar_g",
+        "oar_p",
+        "stare",
+        "shear",
+        "polarity",
+        "progress_advantage",
+    )
     methods = {name: hosts.signal_of(name) for name in names}
     chosen = [row for row, source in enumerate(hosts.RESPONSES) if math.isfinite(source.reward)]
     sources = [hosts.RESPONSES[row] for row in chosen]
     responses = [
-        Response(id=f"r{row}", prompt=source.prompt, response=text, reward=source.reward, group=source.prompt)
+        Response(
+            id=f"r{row}",
+            prompt=source.prompt,
+            response=text,
+            reward=source.reward,
+            group=source.prompt,
+        )
         for row, source in enumerate(sources)
         for text in [source.ids if source.text.endswith("<end>") else source.text]
     ]
     settings: dict[str, Any] = {"model": "tiny", "temperature": hosts.TEMPERATURE, "tokens": tokens}
     settings["reference"] = "other", hosts.reference_model
     analyze(responses, methods, tmp_path / "a", char_tokenizer(), tiny_model, **settings)
-    mask_BT = torch.arange(hosts.LIMIT) < torch.tensor([[len(source.ids)] for source in hosts.RESPONSES])  # no tool's
+    mask_BT = torch.arange(hosts.LIMIT) < torch.tensor(
+        [[len(source.ids)] for source in hosts.RESPONSES]
+    )  # no tool's
     part = hosts.plain_rollouts(mask=mask_BT, truncated=None).part(chosen)
     names = [response.id for response in responses]
-    changes: dict[str, Any] = {"keys": names, "places": range(len(names)), "facts": {**part.facts, "id": names}}
+    changes: dict[str, Any] = {
+        "keys": names,
+        "places": range(len(names)),
+        "facts": {**part.facts, "id": names},
+    }
     rollouts = replace(part, tokenizer=char_tokenizer(), **changes)
     expected = hosts.plain_table(methods[first], rollouts, by_method=methods, tokens=tokens)
     hosts.assert_same(hosts.dumped_table(tmp_path / "a"), expected)
 
 
-def run(responses: list[Response], specs: list[str], folder: Path, tokenizer: Any = None, **options: Any) -> list[str]:
+def run(
+    responses: list[Response], specs: list[str], folder: Path, tokenizer: Any = None, **options: Any
+) -> list[str]:
     """An analysis by a tiny model."""
     chosen = methods_for(specs, responses)
     tokenizer = tokenizer or char_tokenizer()
@@ -81,7 +110,9 @@ def run(responses: list[Response], specs: list[str], folder: Path, tokenizer: An
 
 def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Path):
     responses = [replace(RESPONSES[row], id=str(i)) for i, row in enumerate((0, 1, 0))]
-    responses = [replace(row, prompt=f"{row.prompt} {i % 2}", reward=1.0) for i, row in enumerate(responses)]
+    responses = [
+        replace(row, prompt=f"{row.prompt} {i % 2}", reward=1.0) for i, row in enumerate(responses)
+    ]
     run(responses, ["surprisal"], tmp_path / "a")
     first, second, third = read_dump(tmp_path / "a")
     assert first.group == third.group != second.group and first.base_advantage_T[0] == 1
@@ -89,22 +120,35 @@ def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Pa
 
 def test_the_effect_between_two_checkpoints(tmp_path: Path):
     """Against each model's own log-probabilities, with no receipt of an update; without a later one there is none."""
-    later = partial(tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=512, seed=1)
+    later = partial(
+        tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=512, seed=1
+    )
     run(list(RESPONSES), ["surprisal"], tmp_path / "a", later=("later", later))
     run(list(RESPONSES), ["surprisal"], tmp_path / "b")
     dump = read_dump(tmp_path / "a")
     models = (tiny_model(vocab_size=len(char_tokenizer())), later())
-    assert not dump.receipts() and not dump.problems and all(row.effect_T is None for row in read_dump(tmp_path / "b"))
+    assert (
+        not dump.receipts()
+        and not dump.problems
+        and all(row.effect_T is None for row in read_dump(tmp_path / "b"))
+    )
     for row in dump:
         start = len(row.prompt_ids)
         ids = torch.tensor([[*row.prompt_ids, *row.token_ids_T]])
-        earlier_log_probs, later_log_probs = (model(ids).logits[0, start - 1 : -1].log_softmax(-1) for model in models)
+        earlier_log_probs, later_log_probs = (
+            model(ids).logits[0, start - 1 : -1].log_softmax(-1) for model in models
+        )
         change = (later_log_probs - earlier_log_probs)[torch.arange(len(row)), ids[0, start:]]
-        torch.testing.assert_close(torch.tensor(row.effect_T), change.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(row.effect_T), change.detach(), rtol=1e-4, atol=1e-5
+        )
 
 
 def graded(rewards: list[float | None], groups: list[str | None]) -> list[Response]:
-    return [replace(row, reward=r, group=g) for row, r, g in zip(RESPONSES, rewards, groups, strict=False)]
+    return [
+        replace(row, reward=r, group=g)
+        for row, r, g in zip(RESPONSES, rewards, groups, strict=False)
+    ]
 
 
 def test_advantages():
@@ -126,10 +170,18 @@ def test_advantages():
 
 
 def test_ground_truths_give_rewards():
-    rows = [Response(id="1", prompt="?", response=text, ground_truth="1/2") for text in (r"\boxed{0.5}", r"\boxed{2}")]
+    rows = [
+        Response(id="1", prompt="?", response=text, ground_truth="1/2")
+        for text in (r"\boxed{0.5}", r"\boxed{2}")
+    ]
     rows.append(replace(rows[0], response=encode(r"\boxed{0.5}"), ground_truth="2"))
     rows.append(replace(rows[0], reward=0.25))
-    assert [row.reward for row in command.with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
+    assert [row.reward for row in command.with_rewards(rows, char_tokenizer())] == [
+        1.0,
+        0.0,
+        0.0,
+        0.25,
+    ]
 
 
 def test_methods_that_ask_again(tmp_path: Path):
@@ -137,10 +189,15 @@ def test_methods_that_ask_again(tmp_path: Path):
     chat = [{"role": "user", "content": "Two and three?"}]
     answer = r"It is \boxed{6}"
     row = Response(id="1", prompt=chat, response=answer, ground_truth="5")
-    assert not {"rlsd", "shear", "oar_p"} & methods_for(["all"], [replace(row, prompt="Two?")]).keys()
+    assert (
+        not {"rlsd", "shear", "oar_p"} & methods_for(["all"], [replace(row, prompt="Two?")]).keys()
+    )
     for broken, message in (
         (replace(row, prompt="Two?"), "asks the prompt again"),
-        (replace(row, ground_truth=None), "rlsd tells the model the answer; give the lines a ground_truth"),
+        (
+            replace(row, ground_truth=None),
+            "rlsd tells the model the answer; give the lines a ground_truth",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             methods_for(["rlsd"], [broken])
@@ -159,7 +216,9 @@ def test_methods_that_ask_again(tmp_path: Path):
         parse_method("rlsd"),
         examples=[Example(chat, {"reward_model": {"ground_truth": "5"}}, {})],
     )
-    np.testing.assert_allclose(dumped.weight_T, result.weights[batch.response_mask.bool()], rtol=1e-3)
+    np.testing.assert_allclose(
+        dumped.weight_T, result.weights[batch.response_mask.bool()], rtol=1e-3
+    )
 
 
 def test_wrong_lines_are_named(tmp_path: Path):
@@ -182,14 +241,29 @@ def test_wrong_lines_are_named(tmp_path: Path):
         run([Response(id="1", prompt="a", response=[9999])], ["surprisal"], tmp_path / "a")
 
 
-@pytest.mark.parametrize("prompt", ["2+3=", "a</s>", "</s>", "b [SEP]", "=</s></s>", "<s>2+3=", "<s>", ""])
 @pytest.mark.parametrize(
-    "template", ["$A", "<s> $A", "<s> $A </s>", "$A </s>", "</s> $A </s>", "[CLS] $A [SEP]", "<s> <s> $A </s> [SEP]"]
+    "prompt", ["2+3=", "a</s>", "</s>", "b [SEP]", "=</s></s>", "<s>2+3=", "<s>", ""]
 )
-def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template: str, prompt: str) -> None:
+@pytest.mark.parametrize(
+    "template",
+    [
+        "$A",
+        "<s> $A",
+        "<s> $A </s>",
+        "$A </s>",
+        "</s> $A </s>",
+        "[CLS] $A [SEP]",
+        "<s> <s> $A </s> [SEP]",
+    ],
+)
+def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(
+    template: str, prompt: str
+) -> None:
     tokenizer = copy.deepcopy(real.sentencepiece_tokenizer("bpe"))
     tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>", "[CLS]", "[SEP]")}
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "</s>", "[CLS]", "[SEP]")
+    }
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=list(ids.items())
     )
@@ -205,8 +279,14 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(template
 
 
 def test_methods_on_the_command_line():
-    method = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
-    assert (method.gate, method.reshaper_options, method.normalize_mass) == ("all", {"exponent": 1.5}, True)
+    method = parse_method(
+        "surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true"
+    )
+    assert (method.gate, method.reshaper_options, method.normalize_mass) == (
+        "all",
+        {"exponent": 1.5},
+        True,
+    )
     with pytest.raises(ValueError, match="given twice"):
         methods_for(["grail", "grail"], RESPONSES)
 
@@ -230,7 +310,9 @@ def of_bytes() -> PreTrainedTokenizerFast:
 def word_pieces() -> PreTrainedTokenizerFast:
     """WordPiece without capitals, whose tokens are in the dump as the vocabulary spells them."""
     pieces = ["[UNK]", "so", "##x", "##y", "z", *"2+3=58.", "##5", "##8", "##é", "🙂", "a", "##b"]
-    backend = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    backend = Tokenizer(
+        models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
     backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
@@ -245,7 +327,9 @@ SENTENCEPIECE = [partial(real.sentencepiece_tokenizer, kind) for kind in ("bpe",
 
 @pytest.mark.parametrize("make", [*SENTENCEPIECE, of_bytes, word_pieces, *SLOW])
 @pytest.mark.parametrize("text", ["2+3= 58\n\nSoxy.", "🙂 2é\n3+=\n", " Ab  8", "z 🙂8"])
-def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any], text: str) -> None:
+def test_a_labelled_character_has_the_token_that_holds_it(
+    make: Callable[[], Any], text: str
+) -> None:
     """Each character that is no blank occurs once, so that its bytes tell its tokens."""
     tokenizer = make()
     texts = TokenTexts(tokenizer)
@@ -256,7 +340,9 @@ def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any
 
     def found(response: str | list[int], written: list[int]) -> dict[str, Any]:
         row = Response(id="a", prompt="p", response=response, steps=steps_of_text, labelled=True)
-        labels = [labels_of(replace(row, error=(at, at + 1)), written, tokenizer, texts) for at in places]
+        labels = [
+            labels_of(replace(row, error=(at, at + 1)), written, tokenizer, texts) for at in places
+        ]
         return {"each": [label["wrong_step"] for label in labels], "steps": labels[0]["steps"]}
 
     ranges = found(text, ids)
@@ -264,7 +350,9 @@ def test_a_labelled_character_has_the_token_that_holds_it(make: Callable[[], Any
         character = text[place].lower() if make is word_pieces else text[place]
         parts = [texts._bytes[token] for token in ids[start:end]]
         assert character.encode() in b"".join(parts), character
-        assert not any(character.encode() in b"".join(fewer) for fewer in (parts[1:], parts[:-1])), character
+        assert not any(
+            character.encode() in b"".join(fewer) for fewer in (parts[1:], parts[:-1])
+        ), character
     # Steps one after the other have every token once, but for a space that the tokenizer puts in front.
     steps = ranges["steps"]
     assert [end for _, end in steps[:-1]] == [start for start, _ in steps[1:]]
@@ -282,7 +370,11 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
 
     def marked(text: str, response: str | list[int], ids: list[int]) -> list[int]:
         row = Response(
-            id="a", prompt="p", response=response, labelled=True, error=(text.index("8"), text.index("8") + 1)
+            id="a",
+            prompt="p",
+            response=response,
+            labelled=True,
+            error=(text.index("8"), text.index("8") + 1),
         )
         return ids[slice(*labels_of(row, ids, tokenizer, texts)["wrong_step"])]
 
@@ -305,17 +397,24 @@ def test_labels_of_lines_in_a_dump(tmp_path: Path, kind: Any) -> None:
     responses = [
         Response(id="a", response=text, error=1, **common),
         Response(id="b", response=text, error=(11, 12), **common),
-        Response(id="c", response=tokenizer.encode(text, add_special_tokens=False), error=1, **common),
+        Response(
+            id="c", response=tokenizer.encode(text, add_special_tokens=False), error=1, **common
+        ),
         Response(id="d", response=text, **common),
         Response(id="e", prompt="Sum?", response=text),
     ]
     run(responses, ["surprisal"], tmp_path / "a", tokenizer)
     rows = list(read_dump(tmp_path / "a"))
     marked = ["".join(row.tokens[slice(*row.labels["wrong_step"])]).strip() for row in rows[:3]]
-    assert marked == ["5+4=8", "8", "5+4=8"] and set(rows[3].labels) == {"steps", "answer"} and not rows[4].labels
+    assert (
+        marked == ["5+4=8", "8", "5+4=8"]
+        and set(rows[3].labels) == {"steps", "answer"}
+        and not rows[4].labels
+    )
     for row in rows[:4]:
         assert (
-            "".join(row.tokens[slice(*row.labels["answer"])]).strip() == "\\boxed{9}" and len(row.labels["steps"]) == 3
+            "".join(row.tokens[slice(*row.labels["answer"])]).strip() == "\\boxed{9}"
+            and len(row.labels["steps"]) == 3
         )
     ends = [row.token_ids_T[-1] == tokenizer.eos_token_id for row in rows]
     assert ends == [True, True, False, True, False] and not any(row.truncated for row in rows)
@@ -338,11 +437,17 @@ class Fails(Method):
         return Weights(scores)
 
 
-def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     registered = dict(METHODS)
     register("fails")(Fails)
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
-    chosen = {"fails": Fails(), "steady": Fails(broken=False), "surprisal": parse_method("surprisal")}
+    chosen = {
+        "fails": Fails(),
+        "steady": Fails(broken=False),
+        "surprisal": parse_method("surprisal"),
+    }
     loads: list[int] = []
 
     def load() -> Any:
@@ -356,8 +461,13 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
     )
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert files == ["analysis.json", *(f"step_{number:06d}.parquet" for number in range(3))]
-    with_it = [sum("fails" in row.methods for row in read_dump(tmp_path / "whole").rows([step])) for step in range(3)]
-    assert with_it == [32, 0, 6] and all(len(row.methods) > 1 for row in read_dump(tmp_path / "whole"))
+    with_it = [
+        sum("fails" in row.methods for row in read_dump(tmp_path / "whole").rows([step]))
+        for step in range(3)
+    ]
+    assert with_it == [32, 0, 6] and all(
+        len(row.methods) > 1 for row in read_dump(tmp_path / "whole")
+    )
 
     def killed(*arguments: Any) -> Path:
         if arguments[1].step == 1:
@@ -370,8 +480,12 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
         analyze(responses, chosen, tmp_path / "part", *arguments[2:], model="m")
     assert analyze(responses, chosen, tmp_path / "part", *arguments[2:], model="m") == summary
     for name in files:
-        assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    assert analyze(responses, *arguments, model="m") == summary and len(loads) == 3, "nothing is missing"
+        assert (tmp_path / "part" / name).read_bytes() == (
+            tmp_path / "whole" / name
+        ).read_bytes(), name
+    assert analyze(responses, *arguments, model="m") == summary and len(loads) == 3, (
+        "nothing is missing"
+    )
     for changed in ([replace(responses[0], response="x"), *responses[1:]], responses[:-1]):
         with pytest.raises(ValueError, match="does not hold this analysis"):
             analyze(changed, *arguments, model="m")
@@ -382,10 +496,13 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
 def test_groups_stay_in_one_file() -> None:
     grouped = [replace(RESPONSES[0], id=str(place), group=str(place % 7)) for place in range(70)]
     parts = command.parts_of(grouped)
-    assert [len(part) for part in parts] == [30, 30, 10] and sorted(at for part in parts for at in part) == list(
-        range(70)
+    assert [len(part) for part in parts] == [30, 30, 10] and sorted(
+        at for part in parts for at in part
+    ) == list(range(70))
+    assert all(
+        len({number for number, part in enumerate(parts) for at in part if at % 7 == g}) == 1
+        for g in range(7)
     )
-    assert all(len({number for number, part in enumerate(parts) for at in part if at % 7 == g}) == 1 for g in range(7))
 
 
 @pytest.fixture
@@ -403,23 +520,39 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     ]
     Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     control = "grail:control=answer"
-    call("r.jsonl", "--method", "grail", "--method", control, "--method", "uniform", "--out", "found")
+    call(
+        "r.jsonl", "--method", "grail", "--method", control, "--method", "uniform", "--out", "found"
+    )
     printed = capsys.readouterr()
-    assert "grail: 1 of 2 responses have scores; 1 without (outside the gate); of its change " in printed.out
+    assert (
+        "grail: 1 of 2 responses have scores; 1 without (outside the gate); of its change "
+        in printed.out
+    )
     bonus = "of its change 50% is answers' content in correct and 50% in incorrect responses, 0% its scores"
-    assert f"{control}: 1 of 2 responses have scores; 1 without (outside the gate); {bonus}\n" in printed.out
+    assert (
+        f"{control}: 1 of 2 responses have scores; 1 without (outside the gate); {bonus}\n"
+        in printed.out
+    )
     assert "uniform: 0 of 2 responses have scores; 2 without (not scored)\n" in printed.out
     rows = list(read_dump("found"))
-    assert [(row.reward, row.outcome, row.answer) for row in rows] == [(0.0, "wrong", "6"), (1.0, "right", "5")]
+    assert [(row.reward, row.outcome, row.answer) for row in rows] == [
+        (0.0, "wrong", "6"),
+        (1.0, "right", "5"),
+    ]
     Path("h.jsonl").write_text(
         "".join(json.dumps({"prompt": "Two?", "response": "So #### 42"}) + "\n" for _ in range(3))
     )
     call("h.jsonl", "--method", "grail", "--out", "boxed")
     assert "--answer=hashes" in capsys.readouterr().err
-    mixed = [{"prompt": "Two?", "response": text} for text in ("So #### 42", r"So \boxed{42}", "So #### 43")]
+    mixed = [
+        {"prompt": "Two?", "response": text}
+        for text in ("So #### 42", r"So \boxed{42}", "So #### 43")
+    ]
     Path("m.jsonl").write_text("\n".join(map(json.dumps, mixed)))
     call("m.jsonl", "--method", "grail", "--out", "mixed")
-    assert "1 of 3 responses have an answer" in capsys.readouterr().err, "and two have one in another format"
+    assert "1 of 3 responses have an answer" in capsys.readouterr().err, (
+        "and two have one in another format"
+    )
     call("h.jsonl", "--method", "grail", "--answer", "hashes", "--out", "hashes")
     assert "format" not in capsys.readouterr().err
     assert [row.answer for row in read_dump("hashes")] == ["42"] * 3
@@ -444,7 +577,9 @@ ODD_OPTIONS = {
 
 
 @pytest.mark.parametrize("option", ODD_OPTIONS)
-def test_an_option_with_which_no_model_runs_is_refused_by_its_name(option: str, tmp_path: Path) -> None:
+def test_an_option_with_which_no_model_runs_is_refused_by_its_name(
+    option: str, tmp_path: Path
+) -> None:
     file = tmp_path / "r.jsonl"
     out = tmp_path / "out"
     file.write_text(json.dumps(LINE) + "\n")
@@ -482,7 +617,9 @@ def test_the_prompt_is_the_one_that_the_model_read() -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             lines._response({"prompt": ask, "response": "2", **wrong}, 1)
     with pytest.raises(ValueError, match="begun answer"):
-        methods_for(["rlsd"], [lines._response({"prompt": begun, "response": "2", "ground_truth": 2}, 1)])
+        methods_for(
+            ["rlsd"], [lines._response({"prompt": begun, "response": "2", "ground_truth": 2}, 1)]
+        )
 
 
 def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) -> None:
@@ -498,19 +635,30 @@ def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) 
     for changed in ([*ids[:14], len(tokenizer) + 8, *ids[14:]], [*[len(tokenizer) + 1] * 5, *ids]):
         lines = [replace(row, response=changed)]
         with pytest.raises(ValueError, match=r"padded: token id .* --model"):
-            analyze(lines, methods_for(["grail"], lines), tmp_path / "b", tokenizer, load, model="m")
+            analyze(
+                lines, methods_for(["grail"], lines), tmp_path / "b", tokenizer, load, model="m"
+            )
 
 
 def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path) -> None:
     row = Response(id="long", prompt="Two?", response="a" * 61)
     for positions, fits in ((65, True), (64, False)):
-        load = partial(tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=positions)
+        load = partial(
+            tiny_model, vocab_size=len(char_tokenizer()), max_position_embeddings=positions
+        )
         with (
             contextlib.nullcontext()
             if fits
             else pytest.raises(ValueError, match=r"long: its 65 tokens .* 64 positions")
         ):
-            analyze([row], methods_for(["surprisal"], [row]), tmp_path / str(fits), char_tokenizer(), load, model="m")
+            analyze(
+                [row],
+                methods_for(["surprisal"], [row]),
+                tmp_path / str(fits),
+                char_tokenizer(),
+                load,
+                model="m",
+            )
 
 
 COMMAS = {
@@ -528,7 +676,9 @@ COMMAS = {
 @pytest.mark.parametrize("spec", COMMAS)
 def test_an_option_may_hold_a_comma(spec: str) -> None:
     method = parse_method(spec)
-    assert method.expression == COMMAS[spec] and method.inside == (2.5 if "2.5" in spec else method.__class__().inside)
+    assert method.expression == COMMAS[spec] and method.inside == (
+        2.5 if "2.5" in spec else method.__class__().inside
+    )
 
 
 def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
@@ -553,7 +703,9 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
     for name, change in changes.items():
         with pytest.raises(SystemExit, match=f"another .*{name}"):
             call(*start, *change())
-    tiny_model(max_position_embeddings=512, seed=2).save_pretrained("model")  # trained on, under the same name
+    tiny_model(max_position_embeddings=512, seed=2).save_pretrained(
+        "model"
+    )  # trained on, under the same name
     with pytest.raises(SystemExit, match="another files"):
         call(*start)
     call(*start[:-1], "again")
@@ -564,7 +716,10 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
 
 def test_the_file_is_read_before_the_model(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text('{"prompt": "a", "reponse": "b"}')
-    for arguments, message in ((["--method", "grail"], "reponse"), (["--method", "grial"], "reponse|grial")):
+    for arguments, message in (
+        (["--method", "grail"], "reponse"),
+        (["--method", "grial"], "reponse|grial"),
+    ):
         with pytest.raises(SystemExit, match=message):
             main([str(tmp_path / "r.jsonl"), "--model", "no/such-model", *arguments])
 
@@ -616,11 +771,18 @@ def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path: Path, trainer:
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
         ids = [
-            tokenizer.apply_chat_template(line["prompt"], add_generation_prompt=True, return_dict=False)
+            tokenizer.apply_chat_template(
+                line["prompt"], add_generation_prompt=True, return_dict=False
+            )
             for line in lines_
         ]
         inputs = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt in ids]
-        columns = (inputs, [line["response"] for line in lines_], ["5"] * 4, [line["reward"] for line in lines_])
+        columns = (
+            inputs,
+            [line["response"] for line in lines_],
+            ["5"] * 4,
+            [line["reward"] for line in lines_],
+        )
         PPOTrainer._write_generations(*columns, {"uid": list("abcd")}, str(tmp_path), 7)
         file = tmp_path / "7.jsonl"
     else:
@@ -639,9 +801,21 @@ def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path: Path, trainer:
     plain.write_text("\n".join(map(json.dumps, lines_)))
     for name, source in (("own", plain), ("theirs", file)):
         main(
-            [str(source), "--model", "tiny", "--method", "grail", "--method", "entropy", "--out", str(tmp_path / name)]
+            [
+                str(source),
+                "--model",
+                "tiny",
+                "--method",
+                "grail",
+                "--method",
+                "entropy",
+                "--out",
+                str(tmp_path / name),
+            ]
         )
-    for row, expected in zip(read_dump(tmp_path / "theirs"), read_dump(tmp_path / "own"), strict=True):
+    for row, expected in zip(
+        read_dump(tmp_path / "theirs"), read_dump(tmp_path / "own"), strict=True
+    ):
         assert list(row.prompt_ids) == list(expected.prompt_ids)
         assert list(row.base_advantage_T) == list(expected.base_advantage_T)
         for name, values in row.methods.items():

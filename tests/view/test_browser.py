@@ -17,7 +17,14 @@ import pytest
 import torch
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump import RECEIVED_SCHEMA, DumpHeader, DumpRow, read_dump, write_received, write_step
+from grail_advantage.dump import (
+    RECEIVED_SCHEMA,
+    DumpHeader,
+    DumpRow,
+    read_dump,
+    write_received,
+    write_step,
+)
 from grail_advantage.maps import log_zscore
 from grail_advantage.receipt import Finding
 from grail_advantage.view.page import write_report
@@ -37,7 +44,9 @@ def rows(runs: Path) -> list[DumpRow]:
 
 
 def plain(text: str) -> float:
-    return float("nan" if text == "\u2013" else text.translate(str.maketrans({"\u2212": "-", ",": None})))
+    return float(
+        "nan" if text == "\u2013" else text.translate(str.maketrans({"\u2212": "-", ",": None}))
+    )
 
 
 def readout(page: Any) -> dict[str, float]:
@@ -61,9 +70,15 @@ def numbers_of(row: DumpRow, t: int) -> dict[str, float]:
         "Effect": row.effect_T,
         "Surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
         "Entropy": row.entropy_T,
-        "Mismatch": None if row.rollout_log_probs_T is None else row.rollout_log_probs_T - row.old_log_prob_T,
+        "Mismatch": None
+        if row.rollout_log_probs_T is None
+        else row.rollout_log_probs_T - row.old_log_prob_T,
     }
-    return {name: float(of_T[t]) for name, of_T in values.items() if of_T is not None and np.isfinite(of_T).any()}
+    return {
+        name: float(of_T[t])
+        for name, of_T in values.items()
+        if of_T is not None and np.isfinite(of_T).any()
+    }
 
 
 def listed(page: Any) -> int:
@@ -76,14 +91,18 @@ def listed(page: Any) -> int:
 # -------------------------------------------------------------------------------------------------------------------- numbers
 
 
-def test_numbers_of_tokens_are_those_of_the_parquet(runs: Path, rows: list[DumpRow], opened: Open) -> None:
+def test_numbers_of_tokens_are_those_of_the_parquet(
+    runs: Path, rows: list[DumpRow], opened: Open
+) -> None:
     page = opened(runs / "grail" / "report.html", link(rows[0]))
     for row in (rows[0], rows[30], rows[60]):
         page.evaluate("hash => (location.hash = hash)", link(row))
         expect(page.locator(".t")).to_have_count(len(row))
         for t in (0, len(row) // 2, len(row) - 1):
             page.locator(".t").nth(t).hover()
-            assert readout(page) == pytest.approx(numbers_of(row, t), rel=6e-3, abs=1e-9, nan_ok=True)
+            assert readout(page) == pytest.approx(
+                numbers_of(row, t), rel=6e-3, abs=1e-9, nan_ok=True
+            )
     shown = page.locator(".t").evaluate_all("spans => spans.map((span) => span.textContent)")
     assert "".join(shown[:5]) == "".join(rows[60].tokens[:5]).replace("\n", "↵\n")
 
@@ -92,12 +111,19 @@ def test_numbers_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened:
     """What has no value is a dash."""
     score_T = np.float32([3e-6, 1.5e-3, 12.25, 7e4, 3e5, NAN, np.inf])
     weight_T = np.float32([0, 0.5, 1, 2, 4, 5, 1e-3])
-    row = dump_row(weight_T, score_T=score_T, base_advantage_T=np.full(7, -0.375), advantage_T=weight_T * -0.375)
+    row = dump_row(
+        weight_T,
+        score_T=score_T,
+        base_advantage_T=np.full(7, -0.375),
+        advantage_T=weight_T * -0.375,
+    )
     write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of([row]))
     page = opened(write_report(tmp_path), link(row))
     for t, score in enumerate([3e-6, 1.5e-3, 12.25, 7e4, 3e5, NAN, NAN]):
         page.locator(".t").nth(t).hover()
-        assert readout(page) == pytest.approx(numbers_of(row, t) | {"Score": score}, rel=6e-3, abs=0, nan_ok=True)
+        assert readout(page) == pytest.approx(
+            numbers_of(row, t) | {"Score": score}, rel=6e-3, abs=0, nan_ok=True
+        )
 
 
 def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open) -> None:
@@ -106,9 +132,13 @@ def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open) -> None:
     for name, other in row.methods.items():
         page.locator(".methods .strip", has_text=name).click()
         shown = readout(page)
-        assert (shown["Weight"], shown["Score"]) == pytest.approx((other.weight_T[3], other.score_T[3]), rel=6e-3)
+        assert (shown["Weight"], shown["Score"]) == pytest.approx(
+            (other.weight_T[3], other.score_T[3]), rel=6e-3
+        )
         assert f"method={name}" in page.url or name == next(iter(row.methods))
-    wavy = page.locator(".t").evaluate_all("spans => spans.map((span) => span.matches('.wrong-step'))")
+    wavy = page.locator(".t").evaluate_all(
+        "spans => spans.map((span) => span.matches('.wrong-step'))"
+    )
     start, end = row.labels["wrong_step"]
     assert [t for t, marked in enumerate(wavy) if marked] == list(range(start, end))
     page.locator(".t").nth(start).hover()
@@ -124,10 +154,19 @@ def test_a_tokens_own_sum_gives_its_weight(statistics: str, tmp_path: Path, open
     answer = (5, 6, 7, 8)
     compared = torch.arange(8)[None] < (8 if statistics == "response" else answer[0])
     weights = log_zscore(scores, compared).values[0]
-    shared = {"control": "none", "normalize_mass": False, "statistics": statistics, "reshaper": "log_zscore"}
+    shared = {
+        "control": "none",
+        "normalize_mass": False,
+        "statistics": statistics,
+        "reshaper": "log_zscore",
+    }
     bounds = {"weight_mean": 1.0, "weight_std": 0.5, "weight_min": 0.5, "weight_max": 5.0}
     row = dump_row(weights.tolist(), score_T=scores[0].numpy(), span=answer)
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail", options=shared | bounds), table_of([row]))
+    write_step(
+        tmp_path / "tokens",
+        DumpHeader(step=1, method="grail", options=shared | bounds),
+        table_of([row]),
+    )
     page = opened(write_report(tmp_path), link(row))
     for t in range(8):
         page.locator(".t").nth(t).hover()
@@ -150,11 +189,15 @@ def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
     assert "received by epoch 1, 0" in text and "clipped in 50 % of" in text
     assert "33.3 % of 3 tokens moved with their advantage" in page.locator("#receipt").inner_text()
     # Hatched where a loss clipped, also where a clipped token received something, as under `cispo`.
-    hatched = page.locator(".t").evaluate_all("spans => spans.map((span) => span.matches('.clipped'))")
+    hatched = page.locator(".t").evaluate_all(
+        "spans => spans.map((span) => span.matches('.clipped'))"
+    )
     assert hatched == [False, True, True]
     for overlay, colours in (("effect", ("warm", "cool")), ("mismatch", ("cool", ""))):
         page.select_option('select[name="overlay"]', overlay)
-        grounds = page.locator(".t").evaluate_all("spans => spans.map((span) => span.style.backgroundColor)")
+        grounds = page.locator(".t").evaluate_all(
+            "spans => spans.map((span) => span.style.backgroundColor)"
+        )
         assert all(colour in ground for colour, ground in zip(colours, grounds, strict=False))
     page = opened(path, link(other, "&overlay=received&token=1"))
     assert "not in the update" in page.locator("#readout").inner_text()
@@ -166,7 +209,11 @@ def test_turns_of_a_conversation(runs: Path, tmp_path: Path, opened: Open) -> No
     mask_T = np.array([True, True, False, False, True, False, True, True])
     advantages = [1.5, 1.5, 0.0, 0.0, -0.25, 0.0, 3.0, 2.0]
     row = dump_row([1.0] * 8, mask_T=mask_T, advantage_T=advantages, labels=labels)
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="turn_rloo", gave_advantages=True), table_of([row]))
+    write_step(
+        tmp_path / "tokens",
+        DumpHeader(step=1, method="turn_rloo", gave_advantages=True),
+        table_of([row]),
+    )
     page = opened(write_report(tmp_path), link(row, "&token=2"))
     assert page.locator(".turn").all_inner_texts() == [
         "turn 1 · reward 1 · advantage 1.5",
@@ -206,7 +253,11 @@ def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open) -
     for run, (first, scale) in {"a": (1, 1), "b": (3, 2)}.items():
         lines = []
         for place in range(3):
-            data = {name: scale * values[place] for name, values in curves.items() if place < len(values)}
+            data = {
+                name: scale * values[place]
+                for name, values in curves.items()
+                if place < len(values)
+            }
             lines.append(json.dumps({"step": first + place, "data": data}))
         (tmp_path / run).mkdir()
         (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
@@ -247,14 +298,18 @@ def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open) -
         assert all(any(text.endswith(each) for text in key) and each in aloud for each in told)
     profile = dump_row([2.0, 9.0, 4.0, 100.0], span=(3, 3, 4, 4))
     write_step(tmp_path / "c" / "tokens", DumpHeader(step=1, method="grail"), table_of([profile]))
-    (((caption, *_), aloud),) = figures_of(opened(write_report(tmp_path / "c")), "profiles").values()
+    (((caption, *_), aloud),) = figures_of(
+        opened(write_report(tmp_path / "c")), "profiles"
+    ).values()
     assert caption == "2 to 4, 17.5 % of the way to 82.5 % of the way" and caption in aloud
 
 
 # ------------------------------------------------------------------------------------------------------ choices, the address
 
 
-def test_filters_count_the_responses_of_the_parquet(runs: Path, rows: list[DumpRow], opened: Open) -> None:
+def test_filters_count_the_responses_of_the_parquet(
+    runs: Path, rows: list[DumpRow], opened: Open
+) -> None:
     page = opened(runs / "grail" / "report.html", "#sort=spread")
     widest = max(rows, key=lambda row: float(np.std(row.weight_T[row.mask_T])))
     assert f"rollout={widest.step}.{widest.row}" in page.url
@@ -282,7 +337,10 @@ def test_a_finding_leads_to_its_token(tmp_path: Path, opened: Open) -> None:
     page.locator("#receipt a").click()
     page.wait_for_selector(".t[aria-selected=true]")
     assert "rollout=1.0" in page.url and "token=1" in page.url
-    assert readout(page)["Received"] == 0.5 and page.locator("select[name=overlay]").input_value() == "received"
+    assert (
+        readout(page)["Received"] == 0.5
+        and page.locator("select[name=overlay]").input_value() == "received"
+    )
 
 
 def test_two_runs(runs: Path, opened: Open) -> None:
@@ -299,7 +357,9 @@ def test_two_runs(runs: Path, opened: Open) -> None:
     assert listed(page) == 72
 
 
-def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:
+def test_keyboard_from_the_list_to_the_tokens_and_back(
+    runs: Path, rows: list[DumpRow], opened: Open
+) -> None:
     page = opened(runs / "grail" / "report.html", "#rollout=1.0")
     page.locator("#list").focus()
     for key, rollout in (("ArrowDown", "1.1"), ("End", "20.23"), ("Home", "1.0")):
@@ -309,7 +369,13 @@ def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[Du
         assert f"rollout={rollout}" in page.url
     page.keyboard.press("Enter")
     last = len(rows[0]) - 1
-    for key, wanted in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", last), ("Home", 0)):
+    for key, wanted in (
+        ("ArrowRight", 1),
+        ("ArrowRight", 2),
+        ("ArrowLeft", 1),
+        ("End", last),
+        ("Home", 0),
+    ):
         page.keyboard.press(key)
         label = page.evaluate("document.activeElement.getAttribute('aria-label')")
         assert f"token {wanted + 1} of {len(rows[0])}, weight " in label
@@ -325,7 +391,9 @@ def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[Du
         ("talks/report.html", "#sort=reward", True, True),
     ],
 )
-def test_axe_finds_nothing_serious(runs: Path, opened: Open, name: str, hash_: str, phone: bool, dark: bool) -> None:
+def test_axe_finds_nothing_serious(
+    runs: Path, opened: Open, name: str, hash_: str, phone: bool, dark: bool
+) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     page = opened(runs / name, hash_, phone=phone, dark=dark)
@@ -375,21 +443,40 @@ TEXTS = list(HOSTILE)
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile") / "<img src=x onerror=alert(9)>"
-    evil = {"ground_truth": TEXTS[0], "answer": TEXTS[1] + "\u202e", "no_scores": TEXTS[1], "id": TEXTS[1]}
+    evil = {
+        "ground_truth": TEXTS[0],
+        "answer": TEXTS[1] + "\u202e",
+        "no_scores": TEXTS[1],
+        "id": TEXTS[1],
+    }
     ids = np.arange(len(TEXTS))
-    row = text_row(TEXTS, prompt="".join(TEXTS[:12]), span=AnswerSpan(1, 2, 3, 4), token_ids_T=ids, **evil)
+    row = text_row(
+        TEXTS, prompt="".join(TEXTS[:12]), span=AnswerSpan(1, 2, 3, 4), token_ids_T=ids, **evil
+    )
     header = DumpHeader(step=1, method=TEXTS[1], model=TEXTS[0], options={TEXTS[1]: TEXTS[0]})
     other = text_row(["ok", "אב", "גד", "הו"], row=1, outcome="wrong", answer=None)
     write_step(folder / "tokens", header, table_of([row, other]))
-    finding = Finding(TEXTS[0], TEXTS[1], 0.5, TEXTS[5], ((TEXTS[1], 1, 0.5, 0.5),), TEXTS[4]).to_dict()
-    one = {"key": ["x"], "updates": [[0]], "received": [[0.5]], "clipped": [[0.0]], "by_update": [[[0.5]]]}
+    finding = Finding(
+        TEXTS[0], TEXTS[1], 0.5, TEXTS[5], ((TEXTS[1], 1, 0.5, 0.5),), TEXTS[4]
+    ).to_dict()
+    one = {
+        "key": ["x"],
+        "updates": [[0]],
+        "received": [[0.5]],
+        "clipped": [[0.0]],
+        "by_update": [[[0.5]]],
+    }
     one["clipped_by_update"] = [[[0.0]]]
     one["effect"] = [None]
     write_received(
-        folder / "tokens", received_header(1, findings=[finding], tokens=1), pa.table(one, schema=RECEIVED_SCHEMA)
+        folder / "tokens",
+        received_header(1, findings=[finding], tokens=1),
+        pa.table(one, schema=RECEIVED_SCHEMA),
     )
     with (folder / "metrics.jsonl").open("w") as file:
-        file.write('{"step": 1, "data": {"<img src=x onerror=alert(8)>": 1.0, "critic/score/mean": 0.5}}\n')
+        file.write(
+            '{"step": 1, "data": {"<img src=x onerror=alert(8)>": 1.0, "critic/score/mean": 0.5}}\n'
+        )
         file.write("</script><script>alert(7)</script>\n")
     return write_report(folder)
 
@@ -400,11 +487,16 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
         "spans => spans.map((s) => [s.textContent, [...s.querySelectorAll('.sign')].map((sign) => sign.textContent)])"
     )
     assert [signs for _, signs in shown] == list(HOSTILE.values())
-    wanted = [re.sub("[\ud800-\udfff]", "\ufffd", text) for text, signs in HOSTILE.items() if not signs]
+    wanted = [
+        re.sub("[\ud800-\udfff]", "\ufffd", text) for text, signs in HOSTILE.items() if not signs
+    ]
     assert [text for text, signs in shown if not signs] == wanted
     page.locator("#notes summary").click()
     assert "metrics.jsonl:2" in page.locator("#notes").inner_text()
-    assert TEXTS[0] in page.locator("#receipt").inner_text() and "U+202E" in page.locator("#receipt").inner_text()
+    assert (
+        TEXTS[0] in page.locator("#receipt").inner_text()
+        and "U+202E" in page.locator("#receipt").inner_text()
+    )
     for t in range(len(TEXTS)):
         page.locator(".t").nth(t).dispatch_event("click")
         assert f"{t + 1} of {len(TEXTS)}" in page.locator("#readout").inner_text()
@@ -412,7 +504,9 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
         page.select_option('select[name="overlay"]', overlay)
     page.evaluate("location.hash = 'rollout=1.1'")  # right-to-left text stays in its token
     expect(page.locator(".t")).to_have_count(4)
-    edges = page.locator(".t").evaluate_all("spans => spans.map((span) => span.getClientRects()[0].left)")
+    edges = page.locator(".t").evaluate_all(
+        "spans => spans.map((span) => span.getClientRects()[0].left)"
+    )
     assert edges == sorted(edges)
     assert page.evaluate("typeof pwned") == "undefined"
     assert page.locator("img, iframe, object, embed, form[action], b > *:not(.sign)").count() == 0
@@ -435,6 +529,9 @@ def test_the_policy_holds(runs: Path, browser: Any) -> None:
       document.getElementById("trap").click();
     }""")
     assert page.evaluate("typeof pwned") == "undefined"
-    assert page.evaluate("fetch('https://example.org').then(() => 'sent', () => 'refused')") == "refused"
+    assert (
+        page.evaluate("fetch('https://example.org').then(() => 'sent', () => 'refused')")
+        == "refused"
+    )
     assert sum("Content Security Policy" in line for line in messages) >= 4
     page.close()

@@ -29,7 +29,10 @@ def write_run(path: Path, values: np.ndarray, *, form: str = "metrics.jsonl") ->
             json.dumps({"log_history": [{"step": step, METRIC: value} for step, value in pairs]})
         )
         return str(path)
-    lines = [json.dumps({"step": step, "data": {METRIC: value, "timing_s/step": 1.0}}) for step, value in pairs]
+    lines = [
+        json.dumps({"step": step, "data": {METRIC: value, "timing_s/step": 1.0}})
+        for step, value in pairs
+    ]
     file = path / form if form == "metrics.jsonl" else Path(f"{path}.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(lines))
@@ -42,9 +45,14 @@ def values() -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", ["metrics.jsonl", ".jsonl", "trainer_state.json"])
-def test_the_table_is_scipys(tmp_path: Path, values: np.ndarray, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_scipys(
+    tmp_path: Path, values: np.ndarray, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     sides = [
-        [write_run(tmp_path / f"seed{seed}" / name, values[i, seed], form=form) for seed in (2, 0, 3, 1)]
+        [
+            write_run(tmp_path / f"seed{seed}" / name, values[i, seed], form=form)
+            for seed in (2, 0, 3, 1)
+        ]
         for i, name in enumerate(("grail", "uniform"))
     ]
     page = tmp_path / "page.html"
@@ -66,7 +74,9 @@ def test_seeds_that_a_difference_takes_are_those_of_the_noncentral_t() -> None:
         assert power == pytest.approx(0.8, abs=0.04)
 
 
-def test_what_is_no_comparison_is_named(tmp_path: Path, values: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_comparison_is_named(
+    tmp_path: Path, values: np.ndarray, capsys: pytest.CaptureFixture[str]
+) -> None:
     grail = [write_run(tmp_path / f"grail-seed{seed}", values[0, seed]) for seed in range(3)]
     uniform = [write_run(tmp_path / f"uniform-seed{seed}", values[1, seed]) for seed in range(2)]
     copy = write_run(tmp_path / "uniform-seed2", values[1, 0])

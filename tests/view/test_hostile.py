@@ -31,7 +31,9 @@ slow_machine = [HealthCheck.too_slow]
 few = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow_machine)
 texts = st.text("a1{ \u202e\x00", max_size=4)
 leaves = st.none() | st.booleans() | st.integers(-3, 10**19) | st.floats() | texts
-values = st.recursive(leaves, lambda own: st.lists(own, max_size=3) | st.dictionaries(texts, own), max_leaves=4)
+values = st.recursive(
+    leaves, lambda own: st.lists(own, max_size=3) | st.dictionaries(texts, own), max_leaves=4
+)
 good: dict[str, Any] = {"prompt": "a", "response": "b c"}
 
 
@@ -111,18 +113,32 @@ def columns_of(table: pa.Table) -> dict[str, list[Any]]:
     return {
         "weight": [long, none, [[None] * len(of) for of in table["weight"].to_pylist()]],
         "advantage": [long, none],
-        "mask": [[[True] * 2] * len(table), none, [[None] * len(of) for of in table["mask"].to_pylist()]],
-        "tokens": [[[EVIL]] * len(table), none, [[None] * len(of) for of in table["tokens"].to_pylist()]],
+        "mask": [
+            [[True] * 2] * len(table),
+            none,
+            [[None] * len(of) for of in table["mask"].to_pylist()],
+        ],
+        "tokens": [
+            [[EVIL]] * len(table),
+            none,
+            [[None] * len(of) for of in table["tokens"].to_pylist()],
+        ],
         "score": [long],
         "old_log_prob": [long],
         "base_advantage": [long],
         "span": [
-            [own] * len(table) for own in ([], [1], [3, 2, 1, 0], [-5, 1, 2, 3], [0, 1, 2, 10**18], [0, 1, 2, None])
+            [own] * len(table)
+            for own in ([], [1], [3, 2, 1, 0], [-5, 1, 2, 3], [0, 1, 2, 10**18], [0, 1, 2, None])
         ],
         "labels": [
-            [own] * len(table) for own in (EVIL, "[]", "1", "[" * 5000, '{"steps": 1, "turn_rewards": {"a": []}}')
+            [own] * len(table)
+            for own in (EVIL, "[]", "1", "[" * 5000, '{"steps": 1, "turn_rewards": {"a": []}}')
         ],
-        "methods": [[methods] * len(table), [named] * len(table), [[], *([methods] * (len(table) - 1))]],
+        "methods": [
+            [methods] * len(table),
+            [named] * len(table),
+            [[], *([methods] * (len(table) - 1))],
+        ],
         "key": [none],
         "prompt": [none],
         "group": [none],
@@ -139,7 +155,9 @@ KEYS_OF = {"step": "grail_advantage", "received": "grail_advantage_received"}
 class Foreign:
     """A run whose first step's files others wrote, beside a good second step."""
 
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    def __init__(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
         self.run = folder / f"run{EVIL}"
         self.capsys = capsys
         self.caplog = caplog
@@ -162,7 +180,9 @@ class Foreign:
             with suppress(SystemExit):
                 other()
         dump = read_dump(self.tokens)
-        assert {2} <= {row.step for row in dump.rows()} <= {1, 2} and dump.files[1].header is not None
+        assert {2} <= {row.step for row in dump.rows()} <= {1, 2} and dump.files[
+            1
+        ].header is not None
         assert dump.files[0].header is None or isinstance(dump.files[0].header.method, str)
         said = "".join([*self.capsys.readouterr(), *self.caplog.messages])
         assert not set(said) & set("\x1b\x07\u202e") and "Traceback" not in said
@@ -171,7 +191,9 @@ class Foreign:
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Foreign:
+def foreign(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> Foreign:
     return Foreign(tmp_path, capsys, caplog)
 
 
@@ -182,18 +204,30 @@ def test_a_foreign_header_costs_its_file(foreign: Foreign) -> None:
         problems = foreign.problems()
         assert plain or "step_000001" in problems[0]
     foreign.put(foreign.good, foreign.header | {"later": EVIL})
-    assert not foreign.problems() and len(list(read_dump(foreign.tokens))) == 16, "a later version put something in"
+    assert not foreign.problems() and len(list(read_dump(foreign.tokens))) == 16, (
+        "a later version put something in"
+    )
 
 
 def test_foreign_columns_cost_their_file(foreign: Foreign) -> None:
-    figure = partial(report.main, [str(foreign.run), "--figure", "methods", "--step", "1", "--output", "figure.svg"])
+    figure = partial(
+        report.main,
+        [str(foreign.run), "--figure", "methods", "--step", "1", "--output", "figure.svg"],
+    )
     for name, choices in columns_of(foreign.good).items():
         place = foreign.good.schema.get_field_index(name)
         kind = foreign.good.schema.field(name)
         for values in choices:
-            foreign.put(foreign.good.set_column(place, kind, pa.array(values, kind.type)), foreign.header)
+            foreign.put(
+                foreign.good.set_column(place, kind, pa.array(values, kind.type)), foreign.header
+            )
             problems = foreign.problems(figure, partial(bench, [str(foreign.tokens)]))
-            harmless = name in ("reward", "outcome", "answer", "no_scores") or "turn_rewards" in str(values[0])
+            harmless = name in (
+                "reward",
+                "outcome",
+                "answer",
+                "no_scores",
+            ) or "turn_rewards" in str(values[0])
             assert harmless or "step_000001" in problems[0]
 
 
@@ -213,11 +247,16 @@ def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign) -> None
     for table in tables:
         foreign.put(pa.table(plain | table, schema=RECEIVED_SCHEMA), whole, "received")
         assert "received_000001" in foreign.problems()[0]
-    records = [whole | record for record in RECORDS] + [whole | {"findings": [finding | own]} for own in FINDINGS]
+    records = [whole | record for record in RECORDS] + [
+        whole | {"findings": [finding | own]} for own in FINDINGS
+    ]
     arrived = pa.table(plain, schema=RECEIVED_SCHEMA)
     for record in records:
         foreign.put(arrived, record, "received")
-        assert "received_000001" in foreign.problems()[0] and read_dump(foreign.tokens).receipts() == []
+        assert (
+            "received_000001" in foreign.problems()[0]
+            and read_dump(foreign.tokens).receipts() == []
+        )
     later = {"later": 1, "findings": [{**finding, "later": EVIL}]}
     foreign.put(arrived, whole | later, "received")
     assert not foreign.problems() and len(read_dump(foreign.tokens).receipts()) == 1
@@ -227,7 +266,11 @@ def test_columns_of_other_types_are_named(tmp_path: Path) -> None:
     write_dump(tmp_path / "tokens", (1,), problems=1)
     path = tmp_path / "tokens" / "step_000001.parquet"
     table = pq.read_table(path)
-    for name, values in (("weight", ["x"] * len(table)), ("tokens", [1] * len(table)), ("step", [["a"]] * len(table))):
+    for name, values in (
+        ("weight", ["x"] * len(table)),
+        ("tokens", [1] * len(table)),
+        ("step", [["a"]] * len(table)),
+    ):
         changed = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
         pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
         dump = read_dump(tmp_path / "tokens")

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 def test_pictures_are_what_the_command_makes(tmp_path: Path) -> None:
     """By size and, but for fonts of another machine, by colour."""
     if pictures.chromium() is None:
-        pytest.skip("no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one")
+        pytest.skip(
+            "no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one"
+        )
     pictures.main(tmp_path)
     for name in ("methods.png", "report_rollouts.png"):
         shown = imread(pictures.ROOT / "docs" / "images" / name)

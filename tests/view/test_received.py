@@ -49,12 +49,21 @@ def receipt(*findings: Finding) -> Receipt:
     received_BT = received_UBT.nanmean(dim=0)
     clipped_UBT = torch.where(received_UBT.isfinite(), 0.0, torch.nan)
     clipped_UBT[2, 0, 1] = 1.0
-    return Receipt(received_BT, clipped_UBT.nanmean(dim=0), received_UBT, received_UBT, clipped_UBT, findings)
+    return Receipt(
+        received_BT, clipped_UBT.nanmean(dim=0), received_UBT, received_UBT, clipped_UBT, findings
+    )
 
 
 def header(step: int = 3, update: int = 0, *findings: Finding, **values: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {"loss": "vanilla", "updates": 4, "tokens": 7, "clipped": 0.125} | values
-    return received_header(step, update=update, findings=[each.to_dict() for each in findings], **given)
+    given: dict[str, Any] = {
+        "loss": "vanilla",
+        "updates": 4,
+        "tokens": 7,
+        "clipped": 0.125,
+    } | values
+    return received_header(
+        step, update=update, findings=[each.to_dict() for each in findings], **given
+    )
 
 
 def written(folder: Path, step: int = 3, *findings: Finding, update: int = 0) -> Path:
@@ -63,7 +72,9 @@ def written(folder: Path, step: int = 3, *findings: Finding, update: int = 0) ->
         for place, (key, length) in enumerate(zip(KEYS, LENGTHS, strict=True))
     ]
     write_step(folder, DumpHeader(step=step, update=update, method="grail"), table_of(rows))
-    return write_received(folder, header(step, update, *findings), received_table(receipt(), KEYS, LENGTHS))
+    return write_received(
+        folder, header(step, update, *findings), received_table(receipt(), KEYS, LENGTHS)
+    )
 
 
 def test_is_read_beside_the_responses(tmp_path: Path) -> None:
@@ -94,36 +105,64 @@ def test_a_damaged_file_is_named_and_costs_no_response(tmp_path: Path) -> None:
 def test_findings_of_a_run_are_put_together() -> None:
     """Mismatches first, those that cover most tokens first."""
     lost = replace(SCALED, name="lost", tokens=5)
-    headers = [header(1, clipped=0.0, tokens=30), header(2, 0, NOTE, SCALED, clipped=0.2, tokens=10)]
+    headers = [
+        header(1, clipped=0.0, tokens=30),
+        header(2, 0, NOTE, SCALED, clipped=0.2, tokens=10),
+    ]
     run = run_receipt([*headers, header(2, 1, SCALED, lost)])
     assert (run["receipts"], run["steps"], run["tokens"], run["losses"]) == (3, 12, 47, ["vanilla"])
     assert run["clipped"] == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
-    findings = [tuple(each[k] for k in ("name", "step", "update", "receipts", "tokens")) for each in run["findings"]]
+    findings = [
+        tuple(each[k] for k in ("name", "step", "update", "receipts", "tokens"))
+        for each in run["findings"]
+    ]
     assert findings == [("scaled", 2, 0, 2, 6), ("lost", 2, 1, 1, 5), ("unknown loss", 2, 0, 1, 0)]
 
 
 class TestCommand:
-    def test_exit_status_by_severity(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        for findings, status in (((), (0, 0, 0)), ((NOTE,), (0, 1, 0)), ((NOTE, SCALED), (1, 1, 0))):
+    def test_exit_status_by_severity(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for findings, status in (
+            ((), (0, 0, 0)),
+            ((NOTE,), (0, 1, 0)),
+            ((NOTE, SCALED), (1, 1, 0)),
+        ):
             written(tmp_path / "tokens", 1, *findings)
             for severity, expected in zip(("mismatch", "note", "nothing"), status, strict=True):
                 assert main([str(tmp_path), "--fail-on", severity]) == expected
         assert main([str(tmp_path)]) == main([str(tmp_path / "tokens")]) == 1
         printed = capsys.readouterr().out
-        assert all(part in printed for part in ("unknown loss", "scaled", "a_1_0", "0.25", "the denominator"))
+        assert all(
+            part in printed
+            for part in ("unknown loss", "scaled", "a_1_0", "0.25", "the denominator")
+        )
 
-    def test_json_and_the_address_of_each_token(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_and_the_address_of_each_token(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """Tokens are counted from 1, as on the page, whose address counts from 0; there is no -0.0."""
-        written(tmp_path, 3, replace(SCALED, examples=(("a_1_0", 2, 0.5, -0.0), ("gone", 0, 1.0, 2.0))), update=1)
+        written(
+            tmp_path,
+            3,
+            replace(SCALED, examples=(("a_1_0", 2, 0.5, -0.0), ("gone", 0, 1.0, 2.0))),
+            update=1,
+        )
         assert main([str(tmp_path), "--json"]) == 1
         printed = capsys.readouterr().out
         first, second = json.loads(printed)["findings"][0]["examples"]
-        assert (first["response"], first["token"], first["intended"]) == ("a_1_0", 3, 0.5) and "-0.0" not in printed
+        assert (first["response"], first["token"], first["intended"]) == (
+            "a_1_0",
+            3,
+            0.5,
+        ) and "-0.0" not in printed
         assert first["link"] == "#overlay=received&rollout=3u1.1&token=2" and "link" not in second
         assert main([str(tmp_path)]) == 1
         assert "report.html#overlay=received&rollout=3u1.1&token=2" in capsys.readouterr().out
 
-    def test_the_receipts_of_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_receipts_of_a_file(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """As a loop of one's own writes them: by the command alone, and by the one that reads dumps too."""
         path = tmp_path / "receipts.jsonl"
         for step, findings in enumerate(((), (SCALED,))):
@@ -142,7 +181,9 @@ class TestCommand:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         evil = "\x1b[31mred\x07\u202e"
-        finding = replace(SCALED, name=evil, what=evil, where=evil, causes=evil, examples=((evil, 1, 0.5, 0.2),))
+        finding = replace(
+            SCALED, name=evil, what=evil, where=evil, causes=evil, examples=((evil, 1, 0.5, 0.2),)
+        )
         write_received(tmp_path, header(1, 0, finding), received_table(receipt(), KEYS, LENGTHS))
         assert main([str(tmp_path)]) == 1
         printed = capsys.readouterr().out

@@ -46,18 +46,24 @@ class HostCheckpointEngine(CheckpointEngine):
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Everybody gets the path of the trainer's first rank."""
-        return {"path": metadata[:1] * actor_wg_world_size}, {"path": metadata[:1] * rollout_world_size}
+        return {"path": metadata[:1] * actor_wg_world_size}, {
+            "path": metadata[:1] * rollout_world_size
+        }
 
     def init_process_group(self, path: str) -> None:
         """Remember the path; no connection is needed."""
         self.path = Path(path)
 
     async def send_weights(
-        self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
+        self,
+        weights: Generator[tuple[str, torch.Tensor], None, None],
+        global_steps: int | None = None,
     ) -> dict:
         """Write the weights; ranks other than the first only take part in gathering them. Returns no metrics."""
         # Every rank goes through all of them, as the generator gathers shards.
-        gathered = {name: tensor.detach().clone() if self.is_master else None for name, tensor in weights}
+        gathered = {
+            name: tensor.detach().clone() if self.is_master else None for name, tensor in weights
+        }
         if self.is_master:
             unfinished = self.path.with_suffix(".unfinished")
             torch.save(gathered, unfinished)
@@ -65,7 +71,9 @@ class HostCheckpointEngine(CheckpointEngine):
             unfinished.replace(self.path)
         return {}
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Wait for the file and yield name and tensor of every weight; TimeoutError if it does not come."""
         async with asyncio.timeout(TIMEOUT):
             while not self.path.exists():

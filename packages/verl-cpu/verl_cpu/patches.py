@@ -91,7 +91,9 @@ class LabelLogProbs(torch.autograd.Function):
             upstream = upstream_N[part, None]
             probabilities = torch.exp(_exact(logits_NV[part]) - normalisers_N1[part])
             # The gradient of a label's log-probability is 1 at the label, less the probabilities.
-            gradient_NV[part] = (probabilities * -upstream).scatter_add_(-1, labels_N1[part], upstream)
+            gradient_NV[part] = (probabilities * -upstream).scatter_add_(
+                -1, labels_N1[part], upstream
+            )
         return gradient_NV, None
 
 

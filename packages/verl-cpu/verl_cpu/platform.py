@@ -49,9 +49,14 @@ DEVICE = SimpleNamespace(
     current_device=_always(_CpuDevice("cpu")),
     device_count=_always(1),
     get_device_name=_always("cpu"),
-    get_device_properties=_always(SimpleNamespace(name="cpu", total_memory=psutil.virtual_memory().total)),
+    get_device_properties=_always(
+        SimpleNamespace(name="cpu", total_memory=psutil.virtual_memory().total)
+    ),
     mem_get_info=_free,
-    **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _memory),
+    **dict.fromkeys(
+        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
+        _memory,
+    ),
     # There is no cache of the device, no memory shared by handles, no peak and no share of a process.
     empty_cache=_always(None),
     ipc_collect=_always(None),
@@ -73,7 +78,9 @@ class CpuPlatform(PlatformBase):
     device_name = vendor_name = property(_always("cpu"))
     device_module = property(_always(DEVICE))
     is_available = _always(True)
-    is_platform_available = is_ipc_supported = _always(False)  # never chosen by auto-detection: the user asks for it
+    is_platform_available = is_ipc_supported = _always(
+        False
+    )  # never chosen by auto-detection: the user asks for it
     current_device = _always(_CpuDevice("cpu"))
     device_count = _always(1)
     set_device = synchronize = set_allocator_settings = empty_cache = _always(None)

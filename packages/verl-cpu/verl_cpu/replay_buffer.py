@@ -16,6 +16,8 @@ class PollingReplayBuffer(ReplayBuffer):
 
     def __init__(self, *, sampler_kwargs: dict[str, Any], **kwargs: Any) -> None:
         if kwargs["trainer_mode"] != "sync":
-            raise ValueError("PollingReplayBuffer is of trainer_mode=sync; unset trainer.v1.sampler.custom_sampler")
+            raise ValueError(
+                "PollingReplayBuffer is of trainer_mode=sync; unset trainer.v1.sampler.custom_sampler"
+            )
         interval = float(sampler_kwargs["poll_interval"])
         super().__init__(sampler_kwargs=sampler_kwargs, poll_interval=interval, **kwargs)

@@ -30,7 +30,9 @@ class CpuServerAdapter(ServerAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), cluster_job_id())
+        self.zmq_handle = self.zmq_handle.replace(
+            ray.get_runtime_context().get_job_id(), cluster_job_id()
+        )
 
 
 class CpuVLLMHttpServer(vLLMHttpServer):
@@ -38,7 +40,9 @@ class CpuVLLMHttpServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        os.environ["VERL_RAY_JOB_ID"] = cluster_job_id()  # read by vLLM's worker, a child of this process
+        os.environ["VERL_RAY_JOB_ID"] = (
+            cluster_job_id()
+        )  # read by vLLM's worker, a child of this process
         path = self.model_config.local_path
         if glob.escape(path) != path:  # vLLM looks for the weights by a pattern
             self._link = tempfile.TemporaryDirectory(prefix="verl-cpu-model-")
@@ -72,7 +76,10 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
     """
 
     def update_weights_from_ipc(
-        self, peft_config: dict[str, Any] | None = None, base_sync_done: bool = False, use_shm: bool = False
+        self,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = False,
+        use_shm: bool = False,
     ) -> None:
         """Receive every bucket, then reload the model in place; ValueError for LoRA adapters, which this does not
         load."""
@@ -82,10 +89,14 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
                 "not load; set actor_rollout_ref.model.lora.merge=True"
             )
         weights: list[tuple[str, torch.Tensor]] = []
-        receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        receiver = BucketedWeightReceiver(
+            zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm
+        )
         # The sender reuses the bucket's memory as soon as the callback returns.
         receiver.receive_weights(
-            on_bucket_received=lambda bucket, is_last: weights.extend((name, t.clone()) for name, t in bucket)
+            on_bucket_received=lambda bucket, is_last: weights.extend(
+                (name, t.clone()) for name, t in bucket
+            )
         )
         self.model_runner.reload_weights(weights_iterator=iter(weights))
         for layer in self.model_runner.get_model().modules():

@@ -78,7 +78,9 @@ def compute_score(
     0."""
     # verl counts the prompt and the replies among the turns, so half of them are the model's.
     turns = int(extra_info["num_turns"]) // 2
-    rewards = turn_rewards(extra_info["tool_rewards"], turns, boxed_answer(solution_str) == ground_truth)
+    rewards = turn_rewards(
+        extra_info["tool_rewards"], turns, boxed_answer(solution_str) == ground_truth
+    )
     steps = len(Problem.parse(extra_info["problem"]).steps)
     perfect = rewards == [RIGHT] * steps + [ANSWER]
     return {"score": sum(rewards), "acc": float(perfect), "turn_rewards": rewards}

@@ -29,7 +29,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny import agent, shipped
 from verl_cpu.tiny.model import build_model, build_tokenizer
-from verl_cpu.tiny.sampling import MAX_LONG_TOKENS, MAX_RESPONSE_TOKENS, judge, prompt_ids, sample, uniform
+from verl_cpu.tiny.sampling import (
+    MAX_LONG_TOKENS,
+    MAX_RESPONSE_TOKENS,
+    judge,
+    prompt_ids,
+    sample,
+    uniform,
+)
 from verl_cpu.tiny.task import LONG, MAX_VALUE, SHORT, Problem, boxed_answer, problems, solve
 
 MAX_TURN_TOKENS = 16
@@ -65,7 +72,9 @@ def _loss(model: PreTrainedModel, padding: int, rows: Sequence[Row]) -> torch.Te
     longest = max(len(prompt) + len(response) for prompt, response in rows)
 
     def padded(filler: int, rows: Iterable[list[int]]) -> torch.Tensor:
-        return torch.tensor([row + [filler] * (longest - len(row)) for row in rows], device=model.device)
+        return torch.tensor(
+            [row + [filler] * (longest - len(row)) for row in rows], device=model.device
+        )
 
     ids_BL = padded(padding, (prompt + response for prompt, response in rows))
     labels_BL = padded(IGNORED, ([IGNORED] * len(prompt) + response for prompt, response in rows))
@@ -110,7 +119,9 @@ def warm_up(
     started = time.monotonic()
 
     def written(problem: Problem) -> Row:
-        solution = tokenizer.encode(solve(problem, settings.error_rate, rng, wording), add_special_tokens=False)
+        solution = tokenizer.encode(
+            solve(problem, settings.error_rate, rng, wording), add_special_tokens=False
+        )
         return prompt_ids(tokenizer, problem), [*solution, tokenizer.eos_token_id]
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
@@ -119,21 +130,37 @@ def warm_up(
         # The last step is judged in any case: its figures are returned.
         if step != settings.steps and step % settings.evaluate_every:
             continue
-        greedy = judge(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)["right"]
-        sampled = judge(model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens)["right"]
+        greedy = judge(
+            model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens
+        )["right"]
+        sampled = judge(
+            model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens
+        )["right"]
         seconds = round(time.monotonic() - started, 1)
-        print(f"step {step}/{settings.steps}  loss {loss:.4f}  greedy {greedy:.2f}  sampled {sampled:.2f}  {seconds} s")
+        print(
+            f"step {step}/{settings.steps}  loss {loss:.4f}  greedy {greedy:.2f}  sampled {sampled:.2f}  {seconds} s"
+        )
         if greedy >= settings.greedy_target and sampled >= settings.sampled_target:
             break
-    return {"step": step, "loss": loss, "greedy_accuracy": greedy, "sampled_accuracy": sampled, "seconds": seconds}
+    return {
+        "step": step,
+        "loss": loss,
+        "greedy_accuracy": greedy,
+        "sampled_accuracy": sampled,
+        "seconds": seconds,
+    }
 
 
 @dataclass(frozen=True)
 class AgentSettings:
     """Supervised training on conversations with mistakes."""
 
-    error_rate: float = 0.35  # probability that a step's result is wrong: any other one, all equally likely
-    stop_rate: float = 0.06  # probability, before each step, that the model stops there and boxes the value so far
+    error_rate: float = (
+        0.35  # probability that a step's result is wrong: any other one, all equally likely
+    )
+    stop_rate: float = (
+        0.06  # probability, before each step, that the model stops there and boxes the value so far
+    )
     extra_rate: float = 0.3  # probability of a call after the last step
     batch_size: int = 32
     learning_rate: float = 2e-3
@@ -143,7 +170,9 @@ class AgentSettings:
     seed: int = 0
 
 
-def demonstrate(problem: Problem, rng: random.Random, settings: AgentSettings) -> list[tuple[str, str | None]]:
+def demonstrate(
+    problem: Problem, rng: random.Random, settings: AgentSettings
+) -> list[tuple[str, str | None]]:
     """Returns a conversation: each turn of the model, with the tool's reply to all but the last."""
     value = problem.first
     turns = []
@@ -159,11 +188,18 @@ def demonstrate(problem: Problem, rng: random.Random, settings: AgentSettings) -
         # Only after all steps can a call be one too many.
         if rng.random() < settings.extra_rate:
             operator, term = rng.choice(problem.steps)
-            turns.append((agent.call_text(f"{value}{operator}{term}={rng.randint(0, MAX_VALUE)}"), agent.NOTHING_LEFT))
+            turns.append(
+                (
+                    agent.call_text(f"{value}{operator}{term}={rng.randint(0, MAX_VALUE)}"),
+                    agent.NOTHING_LEFT,
+                )
+            )
     return [*turns, (f"\\boxed{{{value}}}", None)]
 
 
-def ship(model: PreTrainedModel, folder: Path, settings: Any, measured: Callable, **trained: Any) -> None:
+def ship(
+    model: PreTrainedModel, folder: Path, settings: Any, measured: Callable, **trained: Any
+) -> None:
     """Write a model's weights, rounded to bfloat16, with the record of how they were made and what is measured of
     them."""
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -182,7 +218,14 @@ def make_tiny(folder: Path = shipped.FOLDER) -> None:
     """Warm a freshly initialised model up, and write its weights."""
     settings = WarmUpSettings()
     tokenizer = build_tokenizer()
-    _make(build_model(tokenizer, settings.seed), tokenizer, folder, settings, MAX_RESPONSE_TOKENS, SHORT)
+    _make(
+        build_model(tokenizer, settings.seed),
+        tokenizer,
+        folder,
+        settings,
+        MAX_RESPONSE_TOKENS,
+        SHORT,
+    )
 
 
 def make_long(folder: Path) -> None:
@@ -234,7 +277,9 @@ def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:
         return settings.learning_rate * min(1.0, step / 20) * (1.1 - step / settings.steps)
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
-    *_, (_, loss) = fine_tune(model, tokenizer, (list(map(shown, drawn)) for drawn in chosen), learning_rate)
+    *_, (_, loss) = fine_tune(
+        model, tokenizer, (list(map(shown, drawn)) for drawn in chosen), learning_rate
+    )
     ship(model, folder, settings, partial(measure, tokenizer=tokenizer, chosen=held_out), loss=loss)
 
 
@@ -253,13 +298,21 @@ def measure(
     for turn in range(agent.MAX_TURNS):
         prompts = [contexts[row] for row in active]
         going_on = []
-        responses = sample(model, tokenizer, prompts, uniform(seed + turn, len(prompts), MAX_TURN_TOKENS), temperature)
+        responses = sample(
+            model,
+            tokenizer,
+            prompts,
+            uniform(seed + turn, len(prompts), MAX_TURN_TOKENS),
+            temperature,
+        )
         for row, ids in zip(active, responses, strict=True):
             problem = chosen[row]
             text = tokenizer.decode(ids)
             step = agent.called_step(text)
             if step is None or turn == agent.MAX_TURNS - 1:
-                rewards[row] = agent.turn_rewards(rewards[row], turn + 1, boxed_answer(text) == str(problem.answer))
+                rewards[row] = agent.turn_rewards(
+                    rewards[row], turn + 1, boxed_answer(text) == str(problem.answer)
+                )
                 continue
             reply, reward = agent.check(problem, turn, step)
             rewards[row].append(reward)
@@ -268,11 +321,18 @@ def measure(
         if not (active := going_on):
             break
     perfect = [
-        row == [agent.RIGHT] * len(task.steps) + [agent.ANSWER] for row, task in zip(rewards, chosen, strict=True)
+        row == [agent.RIGHT] * len(task.steps) + [agent.ANSWER]
+        for row, task in zip(rewards, chosen, strict=True)
     ]
-    totals = {"reward": sum(map(sum, rewards)), "perfect": sum(perfect), "turns": sum(map(len, rewards))}
+    totals = {
+        "reward": sum(map(sum, rewards)),
+        "perfect": sum(perfect),
+        "turns": sum(map(len, rewards)),
+    }
     return {name: total / len(chosen) for name, total in totals.items()}
 
 
 if __name__ == "__main__":
-    {"tiny": make_tiny, "agent": make_agent, "long": make_long}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    {"tiny": make_tiny, "agent": make_agent, "long": make_long}[sys.argv[1]](
+        *map(Path, sys.argv[2:])
+    )

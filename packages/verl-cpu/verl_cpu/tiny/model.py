@@ -37,7 +37,9 @@ def build_tokenizer(words: Sequence[str] = WHOLE_WORDS) -> PreTrainedTokenizerFa
             merges.append((word[:end], word[end]))
             tokens.append(word[: end + 1])
     tokens += [END_OF_TEXT, TURN_START, TURN_END]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(

@@ -36,8 +36,13 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
         return False
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)  # written last, so that an interrupted call is not taken for a finished one
-    splits = {"train": problems("train", TRAIN, seed=seed), "validation": problems("validation", held_out, seed=seed)}
+    stamp.unlink(
+        missing_ok=True
+    )  # written last, so that an interrupted call is not taken for a finished one
+    splits = {
+        "train": problems("train", TRAIN, seed=seed),
+        "validation": problems("validation", held_out, seed=seed),
+    }
     write(output_dir, *load(), splits)
     stamp.write_text(stamp_text(settings, output_dir))
     print(f"wrote {output_dir}", flush=True)
@@ -76,7 +81,9 @@ def stamp_text(settings: dict[str, object], output_dir: Path) -> str:
 def code_digest() -> str:
     """Hash of this folder's sources and models: a changed task or model makes an old folder stale."""
     folder = Path(__file__).parent
-    return digest_of([*folder.glob("*.py"), *folder.glob("*/*.json"), *folder.glob("*/*.safetensors")])
+    return digest_of(
+        [*folder.glob("*.py"), *folder.glob("*/*.json"), *folder.glob("*/*.safetensors")]
+    )
 
 
 def digest_of(files: list[Path]) -> str:
@@ -88,7 +95,9 @@ def digest_of(files: list[Path]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny SFT-initialised model and its arithmetic data.")
+    parser = argparse.ArgumentParser(
+        description="Write a tiny SFT-initialised model and its arithmetic data."
+    )
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems")
     parser.add_argument("--base-model", choices=BASES, default="tiny", help="the model to train")

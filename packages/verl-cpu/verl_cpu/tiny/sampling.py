@@ -11,7 +11,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny.task import Problem, boxed_answer
 
-MAX_RESPONSE_TOKENS = 64  # six steps and a box take at most 57 while the running value stays in the task's range
+MAX_RESPONSE_TOKENS = (
+    64  # six steps and a box take at most 57 while the running value stays in the task's range
+)
 MAX_LONG_TOKENS = 200  # likewise, in more words
 TOGETHER = 512  # responses that are sampled together
 
@@ -44,9 +46,15 @@ def sample(
     together = max(1, TOGETHER // copies)
     if len(prompts) > together:
         rows = together * copies
-        first = sample(model, tokenizer, prompts[:together], uniform_BT[:rows], temperature, top_k, copies)
-        return first + sample(model, tokenizer, prompts[together:], uniform_BT[rows:], temperature, top_k, copies)
-    batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(model.device)
+        first = sample(
+            model, tokenizer, prompts[:together], uniform_BT[:rows], temperature, top_k, copies
+        )
+        return first + sample(
+            model, tokenizer, prompts[together:], uniform_BT[rows:], temperature, top_k, copies
+        )
+    batch = tokenizer.pad(
+        {"input_ids": list(prompts)}, padding_side="left", return_tensors="pt"
+    ).to(model.device)
     tokens_BL = batch["input_ids"]
     mask_BL = batch["attention_mask"]
     positions_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
@@ -56,7 +64,11 @@ def sample(
     cache = DynamicCache()
     for token in range(uniform.shape[1]):
         logits_BV = model(
-            tokens_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
+            tokens_BL,
+            attention_mask=mask_BL,
+            position_ids=positions_BL,
+            past_key_values=cache,
+            logits_to_keep=1,
         ).logits[:, -1]
         if token == 0 and copies > 1:  # the copies of a prompt begin with one reading of it
             cache.batch_repeat_interleave(copies)
@@ -102,7 +114,13 @@ def judge(
     """Shares of the problems whose sampled response has a complete box (``boxed``), and the exact integer in the last
     one (``right``)."""
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
-    responses = sample(model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature)
-    boxes = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
-    right = sum(answer == str(problem.answer) for answer, problem in zip(boxes, problems, strict=True))
+    responses = sample(
+        model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature
+    )
+    boxes = [
+        boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)
+    ]
+    right = sum(
+        answer == str(problem.answer) for answer, problem in zip(boxes, problems, strict=True)
+    )
     return {"boxed": 1 - boxes.count(None) / len(problems), "right": right / len(problems)}

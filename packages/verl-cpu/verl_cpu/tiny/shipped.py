@@ -44,7 +44,9 @@ def load_shipped() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 
 def load_agent() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns the model with a tool, and its tokenizer, in the same way."""
-    return AutoModelForCausalLM.from_pretrained(AGENT_FOLDER, dtype=torch.float32), build_agent_tokenizer()
+    return AutoModelForCausalLM.from_pretrained(
+        AGENT_FOLDER, dtype=torch.float32
+    ), build_agent_tokenizer()
 
 
 def build_agent_tokenizer() -> PreTrainedTokenizerFast:

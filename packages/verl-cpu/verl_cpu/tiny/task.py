@@ -59,7 +59,9 @@ class Problem:
     @property
     def values(self) -> tuple[int, ...]:
         """Returns the running value after each step."""
-        return tuple(accumulate(self.steps, lambda value, step: _apply(value, *step), initial=self.first))[1:]
+        return tuple(
+            accumulate(self.steps, lambda value, step: _apply(value, *step), initial=self.first)
+        )[1:]
 
     @property
     def answer(self) -> int:
@@ -91,14 +93,20 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
     for text in _chain_texts(100 * _VALIDATION_SHARE * size + 10_000, seed):
         problem = Problem.parse(text)
         held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0
-        if held_out == (split == "validation") and all(0 <= value <= MAX_VALUE for value in problem.values):
+        if held_out == (split == "validation") and all(
+            0 <= value <= MAX_VALUE for value in problem.values
+        ):
             chosen[text] = problem
             if len(chosen) == size:
                 return list(chosen.values())
-    raise ValueError(f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer")
+    raise ValueError(
+        f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer"
+    )
 
 
-def random_problems(size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS)) -> list[Problem]:
+def random_problems(
+    size: int, *, seed: int = 0, steps: tuple[int, int] = (MIN_STEPS, MAX_STEPS)
+) -> list[Problem]:
     """Returns the same without ``reasoning-gym``, with so many steps at least and at most."""
     rng = random.Random(seed)
     chosen: dict[str, Problem] = {}
@@ -117,8 +125,15 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
 
-    terms = {"min_terms": MIN_STEPS + 1, "max_terms": MAX_STEPS + 1, "min_digits": 1, "max_digits": 1}
-    for item in reasoning_gym.create_dataset("chain_sum", **terms, size=draws, seed=seed * _SEED_STRIDE):
+    terms = {
+        "min_terms": MIN_STEPS + 1,
+        "max_terms": MAX_STEPS + 1,
+        "min_digits": 1,
+        "max_digits": 1,
+    }
+    for item in reasoning_gym.create_dataset(
+        "chain_sum", **terms, size=draws, seed=seed * _SEED_STRIDE
+    ):
         yield item["metadata"]["expression"].replace(" ", "")
 
 
@@ -167,10 +182,14 @@ def find_errors(problem: Problem, response: str) -> list[StepError]:
         written_left = f"{left_side}{operator}{term}"
         wanted_left = f"{value}{expected[0]}{expected[1]}" if expected else ""
         if written_left != wanted_left:
-            errors.append(StepError(step, match.start(1), match.end(3), "copy", written_left, wanted_left))
+            errors.append(
+                StepError(step, match.start(1), match.end(3), "copy", written_left, wanted_left)
+            )
         right_result = str(_apply(int(left_side), operator, int(term)))
         if result != right_result:
-            errors.append(StepError(step, match.start(4), match.end(4), "result", result, right_result))
+            errors.append(
+                StepError(step, match.start(4), match.end(4), "result", result, right_result)
+            )
         value = int(result)
         step += 1
     if boxes:
@@ -178,7 +197,9 @@ def find_errors(problem: Problem, response: str) -> list[StepError]:
             value = _apply(value, operator, term)
         written = boxes[-1].group(1)
         if written != str(value):
-            errors.append(StepError(step, boxes[-1].start(1), boxes[-1].end(1), "answer", written, str(value)))
+            errors.append(
+                StepError(step, boxes[-1].start(1), boxes[-1].end(1), "answer", written, str(value))
+            )
     return errors
 
 

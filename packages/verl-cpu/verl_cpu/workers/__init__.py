@@ -34,7 +34,11 @@ def start(config: Any, modules: Sequence[str] = ()) -> None:
         return
     configured = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars", default={})
     # As Ray would start a worker: verl's variables, then those of the configuration.
-    environment = {**os.environ, **get_ppo_ray_runtime_env(config).get("env_vars", {}), **configured}
+    environment = {
+        **os.environ,
+        **get_ppo_ray_runtime_env(config).get("env_vars", {}),
+        **configured,
+    }
     OmegaConf.update(config, PY_EXECUTABLE, serve(environment, modules), force_add=True)
 
 
@@ -46,7 +50,18 @@ def serve(environment: Mapping[str, str], modules: Sequence[str] = ()) -> str:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen(64)
-        command = [sys.executable, "-m", "verl_cpu.workers.server", str(address), str(listener.fileno()), *modules]
-        _server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
+        command = [
+            sys.executable,
+            "-m",
+            "verl_cpu.workers.server",
+            str(address),
+            str(listener.fileno()),
+            *modules,
+        ]
+        _server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()]
+        )
     # -I -S: without site-packages, which the client does not need, it starts sooner.
-    return shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(address)])
+    return shlex.join(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(address)]
+    )

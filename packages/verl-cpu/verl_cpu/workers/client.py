@@ -9,7 +9,12 @@ import sys
 def main() -> None:
     """Ask the server for a fork that runs the script, and wait for its end; without an answer, run the script."""
     address, *arguments = sys.argv[1:]
-    request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "nice": os.nice(0)}
+    request = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "nice": os.nice(0),
+    }
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(address)

@@ -53,7 +53,9 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> dict[str, Any] | N
             if not first:
                 first = numbers
                 variables = request["environment"].items()
-                os.environ.update({name: value for name, value in variables if name.startswith("RAY_")})
+                os.environ.update(
+                    {name: value for name, value in variables if name.startswith("RAY_")}
+                )
                 preload([*WITH_RAY, *modules])
                 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
             # A fork has the first request's variables of Ray, which its modules read when they were imported.
@@ -81,7 +83,9 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    importlib.import_module("numpy").random.seed()  # Python's own generator takes a new seed in every fork
+    importlib.import_module(
+        "numpy"
+    ).random.seed()  # Python's own generator takes a new seed in every fork
     sys.argv = request["arguments"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
