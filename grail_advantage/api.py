@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 
 ROUNDING = 1e-3  # most that rounding puts a log-probability above 0, or an entropy below
-MOST_UNKNOWN = (
-    0.1  # share of response tokens that the tokenizer may not have, as embeddings are often padded
-)
+# Share of response tokens that the tokenizer may not have, as embeddings are often padded
+MOST_UNKNOWN = 0.1
 
 
 @dataclass(frozen=True)

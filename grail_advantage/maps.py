@@ -26,9 +26,8 @@ class Weights(NamedTuple):
     values: Tensor  # float32 (B, T), at least 0; read where the mask is true
     lowest: float = -math.inf  # bounds that the weights were clipped to
     highest: float = math.inf
-    elsewhere: float = (
-        1.0  # of a scored response's tokens outside the mask, for methods without answer weights
-    )
+    # Of a scored response's tokens outside the mask, for methods without answer weights
+    elsewhere: float = 1.0
 
 
 class Map(NamedTuple):
