@@ -134,9 +134,8 @@ class DumpHeader:
     reshaper: str | None = None
     model: str = ""
     temperature: float | None = None
-    rows_in_step: int | None = (
-        None  # responses of the update's batch, without those that only fill it up
-    )
+    # Responses of the update's batch, without those that only fill it up
+    rows_in_step: int | None = None
     special_tokens: Mapping[int, str] = field(
         default_factory=dict
     )  # names of tokens without text, by id

@@ -29,9 +29,8 @@ class Response:
     id: str
     prompt: str | Sequence[Mapping[str, Any]]
     response: str | Sequence[int]
-    steps: Ranges | None = (
-        None  # half-open ranges of characters; None: the response's lines are its steps
-    )
+    # Half-open ranges of characters; None: the response's lines are its steps
+    steps: Ranges | None = None
     labelled: bool = False  # says where the first error is; None then says that there is none
     error: int | tuple[int, int] | None = None
     ground_truth: Any = None

@@ -25,9 +25,8 @@ CHUNK_ELEMENTS = {
     "cuda": 1 << 26,
 }  # costs worked on at once, times some eight temporaries; of a CPU's cache
 
-WINDOWS_AT_ONCE = (
-    32  # of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
-)
+# Of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
+WINDOWS_AT_ONCE = 32
 MANY_PAIRS = 200_000  # two minutes of a processor core
 
 logger = logging.getLogger(__name__)

@@ -71,9 +71,8 @@ class TurnRloo(TurnMethod):
         ):  # where no sibling has the turn, the mean of their first ones
             mean = np.where(counts > 0, sums / counts.clip(min=1), mean[:, :1])
         a = g - mean
-        a[abs(a) <= 1e-13 * abs(g).max()] = (
-            0.0  # rounding: siblings with the same returns have 0, and are left out
-        )
+        # Rounding: siblings with the same returns have 0, and are left out
+        a[abs(a) <= 1e-13 * abs(g).max()] = 0.0
         return [a[index, : len(g_K)] for index, g_K in enumerate(returns)]
 
 

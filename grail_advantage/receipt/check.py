@@ -66,20 +66,16 @@ class Finding:
     # At most three: response, token from 0, intended, received
     examples: tuple[tuple[str, int, float, float], ...] = ()
     causes: str = ""  # the usual ones
-    mismatch: bool = (
-        True  # False for a note: a property that the loss declares, an unknown loss, rounding
-    )
+    # False for a note: a property that the loss declares, an unknown loss, rounding
+    mismatch: bool = True
     tokens: int = 0
-    low: float | None = (
-        None  # the smallest received / intended; None where nothing was intended, and of structure
-    )
+    # The smallest received / intended; None where nothing was intended, and of structure
+    low: float | None = None
     high: float | None = None
-    explains: float | None = (
-        None  # share of the tokens that differ from what was intended; None of structure
-    )
-    also: str = (
-        ""  # other explanations that were tried, each with the share that it explains by itself
-    )
+    # Share of the tokens that differ from what was intended; None of structure
+    explains: float | None = None
+    # Other explanations that were tried, each with the share that it explains by itself
+    also: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

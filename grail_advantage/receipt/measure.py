@@ -30,9 +30,8 @@ class Piece:
     )  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
     update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
-    outside_b: torch.Tensor | None = (
-        None  # (b,) largest |g| at positions that T does not hold (prompt, padding)
-    )
+    # (b,) largest |g| at positions that T does not hold (prompt, padding)
+    outside_b: torch.Tensor | None = None
     width: int | None = None  # tokens that the padded micro-batch was wide in the loss; None: T
 
     def padded(self, width: int) -> Piece:

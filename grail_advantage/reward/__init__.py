@@ -45,9 +45,8 @@ _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by
 
 logger = logging.getLogger(__name__)
 
-MAX_PRED_CHARS = (
-    128  # longer predictions are cut in the returned dictionary, which verl keeps for each response
-)
+# Longer predictions are cut in the returned dictionary, which verl keeps for each response
+MAX_PRED_CHARS = 128
 _PERCENT = re.compile(r" ?\\?%")
 _HUNDREDTHS = re.compile(rf"{_exact.PLAIN.pattern}(?={_PERCENT.pattern})")
 _E_NOTATION = re.compile(

@@ -109,9 +109,8 @@ class Generation:
     columns: dict[str, Tensor] = field(default_factory=dict)  # (B, T) each
     # Of each micro-batch its gradient, its rows, those of them that went through the model, its update, and the scale
     read: list[tuple[Gradient, Tensor, Tensor, int, float]] = field(default_factory=list)
-    measured: tuple[list[int], Rollouts] | None = (
-        None  # rows, with log-probabilities before the update, for its effect
-    )
+    # Rows, with log-probabilities before the update, for its effect
+    measured: tuple[list[int], Rollouts] | None = None
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """Micro-batches with a backward, on the CPU; a response that was left out has gradient 0 and ratio 1."""

@@ -49,9 +49,8 @@ from grail_advantage.verl_ext.settings import (
 logger = logging.getLogger(__name__)
 
 VERL_VERSION = "0.9.1"
-ANY_VERL = (
-    "GRAIL_ADVANTAGE_ANY_VERL"  # environment variable: 1 lets another version of verl through
-)
+# Environment variable: 1 lets another version of verl through
+ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"  # verl's, with modules that it imports in every process
 JUDGED = "reward_model"
 REWARD = "reward.custom_reward_function.path"

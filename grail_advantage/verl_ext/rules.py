@@ -97,9 +97,8 @@ data.gen_batch_size data.val_batch_size data.seed {ROLLOUT}.max_model_len {SCALE
 {ACTOR}.ppo_micro_batch_size_per_gpu {ROLLOUT}.log_prob_micro_batch_size_per_gpu
 """.split()
 """Options with a number, whose default is null."""
-PENALTY = (
-    "reward.reward_kwargs.overlong_buffer_cfg.enable"  # DAPO's, for responses near the length limit
-)
+# DAPO's, for responses near the length limit
+PENALTY = "reward.reward_kwargs.overlong_buffer_cfg.enable"
 TARGETS, EXCLUDED, ADAPTER = (
     f"{MODEL}.{name}" for name in ("target_modules", "exclude_modules", "lora_adapter_path")
 )

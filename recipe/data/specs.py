@@ -36,9 +36,8 @@ class DatasetSpec(NamedTuple):
     name: str
     hub: str  # ORG/DATASET[:CONFIG]
     rows: int  # of the published set
-    problem: str = (
-        "problem"  # column with a text, or with a list of chat messages that is one of the user
-    )
+    # Column with a text, or with a list of chat messages that is one of the user
+    problem: str = "problem"
     gold: str = "answer"  # column that one of READERS reads
     reader: str = "plain"
     ids: Sequence[str] = (

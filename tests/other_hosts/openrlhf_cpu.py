@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-FIRST_FAULT = (
-    2  # the step from which one advantage a response reaches the loss, which a receipt must find
-)
+# The step from which one advantage a response reaches the loss, which a receipt must find
+FIRST_FAULT = 2
 
 
 def stub(name: str, **members: Any) -> None:

@@ -37,9 +37,8 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
-    tokenizer.chat_template = (
-        CHAT_TEMPLATE  # ChatML as in the release, without its default system prompt
-    )
+    # ChatML as in the release, without its default system prompt
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.eos_token = TURN_END
     tokenizer.pad_token = END_OF_TEXT
     tokenizer.padding_side = "left"
