@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -301,10 +300,8 @@ def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
         for index in indices:
             tokens = among[index].nonzero().flatten()
             begins = (tokens.diff() > 1) | (values[index, tokens].diff() != 0)
-            edges = [0, *(begins.nonzero().flatten() + 1).tolist(), len(tokens)]
-            steps += [
-                (index, tokens[start:stop]) for start, stop in pairwise(edges) if start < stop
-            ]
+            parts = tokens.tensor_split(begins.nonzero().flatten() + 1)
+            steps += [(index, part) for part in parts if len(part)]
         order = _order(r, indices[0], len(steps)).tolist()
         for (index, tokens), place in zip(steps, order, strict=True):
             source, its_tokens = steps[place]

@@ -484,7 +484,7 @@ FAULTS = [
     Fault(
         "empty responses count in rates",
         "grail_advantage/weigh.py::_rates",
-        "(A & B).sum() => A.sum()",
+        "A.truncated[B] => A.truncated",
         "core/test_record.py::test_responses_without_a_token_count_in_no_rate",
     ),
     Fault(

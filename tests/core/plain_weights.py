@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from grail_advantage import AnswerSpan, Method, Rollouts
@@ -72,18 +75,13 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
 def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
     """The responses side by side, padded on the right, with NaN wherever no token trains."""
     width = max((len(row.trained) for row in rows), default=0) + extra
-
-    def column(name: str) -> torch.Tensor:
-        values = [
-            [v if t else NAN for v, t in zip(getattr(row, name), row.trained, strict=True)]
-            for row in rows
-        ]
-        return torch.tensor(
-            [row_values + [NAN] * (width - len(row_values)) for row_values in values]
-        ).reshape(len(rows), width)
-
-    masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
-    columns = {"old_log_probs": column("log_probs"), "entropy": column("entropies")}
+    masks = torch.zeros(len(rows), width, dtype=torch.bool)
+    columns = {name: torch.full((len(rows), width), NAN) for name in ("old_log_probs", "entropy")}
+    for index, row in enumerate(rows):
+        for token in row.tokens:
+            masks[index, token] = True
+            columns["old_log_probs"][index, token] = row.log_probs[token]
+            columns["entropy"][index, token] = row.entropies[token]
     ids = [[0] * width] * len(rows)
     advantages = [row.advantage for row in rows]
     return rollouts_of(ids, advantages, masks, [row.span for row in rows], columns=columns, **parts)
@@ -100,10 +98,8 @@ def close(
 ) -> None:
     """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
-    for index, (of_row, values_of_row) in enumerate(zip(got, expected, strict=True)):
-        tensors = (torch.tensor(values, dtype=torch.float64) for values in (of_row, values_of_row))
-        text = f"response {index}: {of_row} is not {values_of_row}"
-        torch.testing.assert_close(*tensors, rtol=tolerance, atol=tolerance, msg=text)
+    for index, (values, desired) in enumerate(zip(got, expected, strict=True)):
+        assert values == pytest.approx(desired, rel=tolerance, abs=tolerance), f"response {index}"
 
 
 def part(share: float, count: int) -> int:
@@ -113,9 +109,8 @@ def part(share: float, count: int) -> int:
 
 def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
     """Places of the highest scores, of equal ones the first."""
-    order = sorted(
-        range(len(places)), key=lambda index: -scores[index]
-    )  # which keeps the order of equal ones
+    # Sorting keeps the order of equal ones.
+    order = sorted(range(len(places)), key=lambda index: -scores[index])
     return [places[index] for index in order[:count]]
 
 
@@ -130,9 +125,9 @@ def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
     """n s^g / sum s^g, all 1 where the sum is below 1e-8."""
     powers = [max(0.0, score) ** exponent for score in scores]
     total = math.fsum(powers)
-    return (
-        [1.0] * len(scores) if total < 1e-8 else [len(scores) * value / total for value in powers]
-    )
+    if total < 1e-8:
+        return [1.0] * len(scores)
+    return [len(scores) * value / total for value in powers]
 
 
 def mean_ratio(scores: Sequence[float], beta: float = 0.1) -> list[float]:
@@ -154,22 +149,19 @@ def bilevel(
     if not levels or min(levels) == max(levels):
         return [1.0] * len(levels)
     low = min(levels)
-    high = max(levels)
-    scaled = [(level - low) / (high - low) for level in levels]
-    ranked = sorted(scaled)
+    scaled = [(level - low) / (max(levels) - low) for level in levels]
     if quantile_rule == "sorted":
-        tau = ranked[min(math.floor(quantile * len(ranked)), len(ranked) - 1)]
+        tau = sorted(scaled)[min(math.floor(quantile * len(scaled)), len(scaled) - 1)]
     else:
-        place = quantile * (len(ranked) - 1)
-        below = ranked[math.floor(place)]
-        above = ranked[min(math.floor(place) + 1, len(ranked) - 1)]
-        tau = below + (place - math.floor(place)) * (above - below)
+        tau = float(np.quantile(scaled, quantile))
     weights = []
     for h in scaled:
         if h < tau:
             weights.append(max(h / tau, 0.1))
+        elif tau < 1:
+            weights.append(1 + boost * (h - tau) / (1 - tau))
         else:
-            weights.append(1 + boost * (h - tau) / (1 - tau) if tau < 1 else 1.0)
+            weights.append(1.0)
     return weights
 
 
@@ -184,8 +176,8 @@ def log_zscore(
     if not scores:
         return []
     logs = [math.log(max(score, 0.0) + 1e-8) for score in scores]
-    mean = math.fsum(logs) / len(logs)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / len(logs) + 1e-8)
+    mean = statistics.fmean(logs)
+    deviation = math.sqrt(statistics.pvariance(logs) + 1e-8)
     return [
         min(max(weight_mean + weight_std * (value - mean) / deviation, weight_min), weight_max)
         for value in logs
@@ -200,7 +192,11 @@ def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
 
 
 MAPS: dict[str, Callable[..., list[float]]] = {
-    function.__name__: function for function in (top, power, mean_ratio, bilevel, log_zscore)
+    "top": top,
+    "power": power,
+    "mean_ratio": mean_ratio,
+    "bilevel": bilevel,
+    "log_zscore": log_zscore,
 }
 
 
@@ -222,11 +218,8 @@ def through_map(
         if statistics == "reasoning":
             places = [index for index in places if row.span is not None and index < row.span.start]
         scores = [max(0.0, of_row[index]) for index in places]
-        inside = {
-            "wrong": row.advantage < 0,
-            "correct": row.advantage > 0,
-            "all": row.advantage != 0,
-        }[gate]
+        signs = {"wrong": (-1,), "correct": (1,), "all": (-1, 1)}
+        inside = np.sign(row.advantage) in signs[gate]
         if inside and places and all(map(math.isfinite, scores)):
             if reshaper == "top":
                 weights = [0.0] * len(weights)
@@ -354,36 +347,26 @@ def steer(
         entropy_ = max(0.0, row.entropies[index])
         return abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
 
-    changes = [
-        change(row, index)
-        for row in rows
-        if row.advantage != 0 and row.sound
-        for index in row.tokens
-    ]
-    least = min(changes, default=0.0)
-    largest = max(changes, default=0.0)
-    if least == largest:
+    usable = [row for row in rows if row.advantage != 0 and row.sound]
+    changes = [change(row, index) for row in usable for index in row.tokens]
+    if len(set(changes)) < 2:
         return [row.ones() for row in rows]
 
     def weight(row: Row, index: int) -> float:
-        share = (change(row, index) - least) / (
-            largest - least
-        )  # exactly 1 for the largest, whose weight may be 0
+        # Exactly 1 for the largest, whose weight may be 0.
+        share = (change(row, index) - min(changes)) / (max(changes) - min(changes))
         return highest + (lowest - highest) * share
 
     return each_token(rows, weight, normalize_mass)
 
 
 METHODS: dict[str, Callable[..., Weights]] = {
-    function.__name__: function
-    for function in (
-        surprisal,
-        entropy,
-        high_entropy,
-        entropy_bonus,
-        probability,
-        stare,
-        polarity,
-        steer,
-    )
+    "surprisal": surprisal,
+    "entropy": entropy,
+    "high_entropy": high_entropy,
+    "entropy_bonus": entropy_bonus,
+    "probability": probability,
+    "stare": stare,
+    "polarity": polarity,
+    "steer": steer,
 }
