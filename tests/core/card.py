@@ -74,6 +74,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     cards = [isinstance(value, OnCard) for value in tensors]
     is_on_card = any(cards)
+    # A tensor that is made: on the device that is named.
     if kwargs.get("device") is not None:
         is_on_card = torch.device(kwargs["device"]).type == DEVICE.type
         kwargs["device"] = torch.device("cpu")
@@ -85,6 +86,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_alien and not (name.startswith(INDEXING) and cards[0]):
             raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU")
     plain_args, plain_kwargs = tree_map_only(OnCard, lambda value: value.of_cpu, (args, kwargs))
+    # The arithmetic is the CPU's.
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*plain_args, **plain_kwargs)
     if not is_on_card:

@@ -40,6 +40,7 @@ def rollouts_of(
     mask = torch.zeros(len(responses), max(map(len, responses), default=0), dtype=torch.bool)
     for index, ids in enumerate(responses):
         mask[index, : len(ids)] = True if trained is None else torch.as_tensor(trained[index])
+    # Whatever span a method asks for.
     answers = spans or [None] * len(responses)
     fields = {
         "mask": mask,
@@ -71,6 +72,7 @@ def weighed(
     """What a method makes of responses, the way every host goes; what holds for every method is checked."""
     w = weigh(responses, method, Given(of_pass))
     assert w.weights.dtype == w.advantages.dtype == w.scores.dtype == torch.float32
+    # A weight below 0 would flip an advantage.
     assert (w.weights.isfinite() & (w.weights >= 0)).all() and not w.advantages.isnan().any()
     assert not w.weights[~responses.mask].any() and not w.advantages[~responses.mask].any()
     return w

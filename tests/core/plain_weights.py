@@ -57,11 +57,13 @@ class Row:
 def random_rows(seed: int, count: int = 12) -> list[Row]:
     """Responses of 0 to 14 tokens, some of them with next to no entropy. Every second draw has many ties."""
     draw = random.Random(seed)
+    # Numbers in 64ths, or in halves, of which many are equal.
     step = 64 if seed % 2 else 2
     rows = []
     for _ in range(count):
         length = draw.choice([0, 1, 2, 3, 5, 8, 14])
         start, content, end = sorted(draw.randint(0, length) for _ in range(3))
+        # Next to no entropy: 2^-40 is lost beside 1 in float32.
         size = draw.choice([1, 1, 1, 2.0**-14, 2.0**-40])
         advantage = draw.choice([-2.0, -0.75, -0.0625, 0.0, 0.0625, 0.5, 1.25])
         log_probs = [-draw.randint(0, 6 * step) / step for _ in range(length)]
@@ -123,6 +125,7 @@ def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list
 
 def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
     """n s^g / sum s^g, all 1 where the sum is below 1e-8."""
+    # Scores 1 and 2 with 2: 1 and 4 of 5, so 0.4 and 1.6.
     powers = [max(0.0, score) ** exponent for score in scores]
     total = math.fsum(powers)
     if total < 1e-8:
@@ -187,6 +190,7 @@ def log_zscore(
 def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
     """Scale the weights at these places so that they sum to their number, where their sum is above 0."""
     total = math.fsum(weights[index] for index in places)
+    # Weights 5, 1, 1: mass 7 over 3 tokens, so 15/7, 3/7, 3/7.
     scale = len(places) / total if total > 0 else 1.0
     return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
 
@@ -269,6 +273,7 @@ def high_entropy(
     everything = [row.entropies[index] for row in rows if row.sound for index in row.tokens]
     if not everything:
         return [row.ones() for row in rows]
+    # All tokens as high as the last of the share count, too.
     cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
     count = sum(1 for value in everything if value >= cut)
     weight = len(everything) / count if denominator == "selected" else 1.0
@@ -283,6 +288,7 @@ def entropy_bonus(
     """(A + min(alpha H, |A| / kappa)) / A."""
 
     def of_token(row: Row, index: int) -> float:
+        # At most |A| / kappa, so that the sign stays.
         bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
         return (row.advantage + bonus) / row.advantage
 
@@ -309,6 +315,7 @@ def stare(
     everything = [row.entropies[index] for row in usable for index in row.tokens]
     all_weights = {id(row): row.ones() for row in rows}
     if math.fsum(everything) / max(1, len(everything)) < threshold:
+        # O1 raises the correct ones, C2 also lowers the incorrect ones.
         for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
             places = [
                 (row, index) for row in usable if row.advantage * sign > 0 for index in row.tokens

@@ -69,6 +69,7 @@ class ReferenceResult(NamedTuple):
 
 def partner(text: str, at: int, opener: str, closer: str) -> int:
     """Where the closer of the opener at this place begins; -1 without one."""
+    # An opener counts up, a closer down; at 0 the pair is complete.
     depth = 0
     while at < len(text):
         if text.startswith(opener, at):
@@ -151,6 +152,7 @@ def row_weights(
     outside = (options["gate"] == "wrong" and advantage > 0) or (
         options["gate"] == "correct" and advantage <= 0
     )
+    # Outside the gate nothing is weighed but, perhaps, the answer.
     weights = [1.0 if outside else options["weight_mean"]] * length
     if not outside:
         counted = range(length) if options["statistics"] == "response" else range(start)
@@ -194,6 +196,7 @@ def reference_weights(
             if options["target"] == "content" and content_start < content_end:
                 first = content_start
                 past = content_end
+            # Positions of the padded row, where the answer's tokens are.
             targets = tuple(positions[first:past])
             at_position = model.scores(
                 tuple(ids), tuple(attention), targets, options["leaf"], temperature

@@ -45,6 +45,7 @@ def check(name: str, **columns: Any) -> None:
         **columns,
     }
     expected = compute_token_weights(**arguments)
+    # Nothing moves by itself between the two: a tensor of the CPU in an operation of the card raises.
     with card.card():
         on_card = tree_map_only(torch.Tensor, lambda value: value.to(card.DEVICE), arguments)
         rewards = [torch.tensor(values).to(card.DEVICE) for values in TURNS["step_rewards"]]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from types import FunctionType
+from types import FunctionType, MethodDescriptorType
 from typing import Any
 
 import numpy as np
@@ -52,15 +52,15 @@ def at(
 # A door looks at the class, the layout, the device and the dtype of a tensor.
 NO_TENSOR: list[Any] = [
     "text",
-    lambda v: v.numpy(),
-    lambda v: v.to_sparse(),
+    torch.Tensor.numpy,
+    torch.Tensor.to_sparse,
     lambda v: v.to("meta"),
     lambda v: v.to(torch.complex64),
     lambda v: v.to(torch.float8_e4m3fn),
     lambda v: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.qint8),
 ]
 SHAPES: list[Any] = [lambda v: v[:-1], lambda v: v[None]]
-WIDTHS: list[Any] = [lambda v: v[:, :-1], lambda v: v.T]
+WIDTHS: list[Any] = [lambda v: v[:, :-1], torch.Tensor.t]
 LAYOUTS: list[Any] = [lambda v: torch.stack([v, v], -1)[..., 0], lambda v: v.T.contiguous().T]
 WHOLE = ["1", 0.5, NAN, -1]
 """In place of a whole number."""
@@ -78,6 +78,7 @@ def valid_weights() -> dict[str, Any]:
         [ROLLOUTS[name] for name in ("one token before the box", "right", "box at the end")], "left"
     )
     generator = torch.Generator().manual_seed(0)
+    # All three need scores.
     batch.advantages[:] = torch.tensor([-1.0, 1.0, -2.0])
     return vars(batch) | {
         "model": tiny_model(layers=2),
@@ -107,35 +108,35 @@ OF_WEIGHTS: Mistakes = {
         *NO_TENSOR,
         *SHAPES,
         *WIDTHS,
-        lambda v: v.float(),
+        torch.Tensor.float,
         at(-100, 0, -1),
         at(97, 2, -1),
     ],
     "attention_mask": [lambda v: v[:, :-1], lambda v: v * 0, at(2, 0)],
     # On the left is padding.
     "response_mask": [lambda v: v * 0 + 1, lambda v: v * 255],
-    "advantages": [*NO_TENSOR, *SHAPES, None, lambda v: v.bool()],
+    "advantages": [*NO_TENSOR, *SHAPES, None, torch.Tensor.bool],
     "config": [None, Grail],
     "temperature": [0, NAN, INF, "1", True],
-    "old_log_probs": [lambda v: v[:, :-1], lambda v: v.long(), lambda v: v.exp()],
-    "entropy": [lambda v: v.bool(), lambda v: -v],
-    "ref_log_probs": [lambda v: -v],
-    "groups": [lambda v: v.float(), lambda v: v - 1],
+    "old_log_probs": [lambda v: v[:, :-1], torch.Tensor.long, torch.Tensor.exp],
+    "entropy": [torch.Tensor.bool, torch.Tensor.neg],
+    "ref_log_probs": [torch.Tensor.neg],
+    "groups": [torch.Tensor.float, lambda v: v - 1],
     "examples": [[], 5, [{}] * 3],
     "masked": [at(2, 0)],
     "fields": [{"blame": values} for values in ([1.0], 1.0, "abc", np.ones((3, 1)))],
-    "rewards": [lambda v: v[:-1], lambda v: v.bool()],
+    "rewards": [lambda v: v[:-1], torch.Tensor.bool],
     "step": WHOLE,
     "tokens": [0, True],
     "answer": [None, "box"],
 }
 SAME_WEIGHTS: Mistakes = {
     # What padding holds is nobody's business.
-    "input_ids": [*LAYOUTS, lambda v: v.int(), lambda v: v.masked_fill(v == 95, -100)],
-    "response_mask": [lambda v: v.float()],
-    "advantages": [lambda v: v.long(), lambda v: v.clone().requires_grad_()],
+    "input_ids": [*LAYOUTS, torch.Tensor.int, lambda v: v.masked_fill(v == 95, -100)],
+    "response_mask": [torch.Tensor.float],
+    "advantages": [torch.Tensor.long, lambda v: v.clone().requires_grad_()],
     "temperature": [np.float64(0.7)],
-    "old_log_probs": [lambda v: v.double(), at(NAN, 0, 0)],
+    "old_log_probs": [torch.Tensor.double, at(NAN, 0, 0)],
     "groups": [lambda v: v * 5 + 1],
     "masked": [None],
     "step": [np.int64(3)],
@@ -152,6 +153,7 @@ def same_weights(result: Any, expected: Any) -> None:
 @cache
 def valid_receipt() -> dict[str, Any]:
     """Likewise, with all columns; the gradients are those of PPO's loss, the first piece is the largest."""
+    # Two updates of two epochs on two ranks: four updates, and two ranks to name.
     update = rollout(3, ranks=2, updates=2, epochs=2, weights=True, drift=0.05)
 
     tokens = [
@@ -173,9 +175,9 @@ OF_RECEIPT: Mistakes = {
     "pieces": [[]],
     "batch.advantages_BT": [*NO_TENSOR, *SHAPES, *WIDTHS, None, at(NAN, 0, 0), at(INF, 0, 0)],
     "batch.mask_BT": [None, at(2, 0, -1, dtype=torch.int64), at(NAN, 0, -1, dtype=torch.float32)],
-    "batch.old_log_probs_BT": [lambda v: v.long(), lambda v: v.exp(), at(-INF, 0, 0)],
+    "batch.old_log_probs_BT": [torch.Tensor.long, torch.Tensor.exp, at(-INF, 0, 0)],
     "batch.weights_BT": [at(-1.0, 0, 0)],
-    "batch.ref_log_probs_BT": [lambda v: v.T, lambda v: v.exp()],
+    "batch.ref_log_probs_BT": [torch.Tensor.t, torch.Tensor.exp],
     "batch.left_out_B": [lambda v: v[:-1], lambda v: v.long() + 2],
     "batch.updates": [*WHOLE, 0, True],
     "batch.epochs": [0, "1"],
@@ -187,23 +189,25 @@ OF_RECEIPT: Mistakes = {
     "loss.over": ["ranks", None],
     "loss.kl": ["k9", 1],
     "pieces.rows_b": [lambda v: v + 8, lambda v: v - 8],
-    "pieces.log_probs_bT": [None, lambda v: v[:, :-1], lambda v: v.long()],
+    "pieces.log_probs_bT": [None, lambda v: v[:, :-1], torch.Tensor.long],
     "pieces.gradient_bT": [None, lambda v: v[:-1], lambda v: v > 0],
+    # The four updates are 0 to 3, the ranks 0 and 1.
     "pieces.update": [-1, 4],
     "pieces.rank": [-1, 2],
 }
 SAME_RECEIPT: Mistakes = {
     "pieces": [lambda v: iter(list(v)), lambda v: v[::-1]],
-    "batch.advantages_BT": [*LAYOUTS, lambda v: v.double(), lambda v: v.clone().requires_grad_()],
-    "batch.mask_BT": [lambda v: v.long(), lambda v: v.float()],
-    "batch.left_out_B": [None, lambda v: v.float()],
+    "batch.advantages_BT": [*LAYOUTS, torch.Tensor.double, lambda v: v.clone().requires_grad_()],
+    "batch.mask_BT": [torch.Tensor.long, torch.Tensor.float],
+    "batch.left_out_B": [None, torch.Tensor.float],
     "batch.keys": [None],
-    "pieces.rows_b": [lambda v: v.int()],
-    "pieces.log_probs_bT": [lambda v: v.double()],
+    "pieces.rows_b": [torch.Tensor.int],
+    "pieces.log_probs_bT": [torch.Tensor.double],
 }
 
 
 def same_receipt(receipt: Any, expected: Any) -> None:
+    # Another layout is no fault of the loop.
     assert receipt.ok, receipt.findings
     torch.testing.assert_close(receipt.received_BT, expected.received_BT, equal_nan=True)
     torch.testing.assert_close(receipt.expected_UBT, expected.expected_UBT, equal_nan=True)
@@ -247,7 +251,8 @@ SAME = [("weights", SAME_WEIGHTS, same_weights), ("receipt", SAME_RECEIPT, same_
 def with_change(value: Any, place: Sequence[str], change: Any) -> Any:
     """The value with a change of what is at this place: a key, an attribute, or an attribute of the first of a list."""
     if not place:
-        return change(value) if isinstance(change, FunctionType) else change
+        is_function = isinstance(change, FunctionType | MethodDescriptorType)
+        return change(value) if is_function else change
     name, *below = place
     if isinstance(value, list):
         return [with_change(value[0], place, change), *value[1:]]
@@ -281,6 +286,7 @@ def test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer() -> None:
     """Embeddings are often padded."""
     batch = make_batch([Rollout("?", "a" * 10, 1.0)])
     model = tiny_model(layers=1, vocab_size=200)
+    # One of ten tokens is unknown, then two of ten.
     batch.input_ids[0, -1] = 150
     compute(model, batch, build("uniform"))
     batch.input_ids[0, -2] = 150
@@ -302,6 +308,7 @@ def test_a_response_without_a_token_before_it_is_refused() -> None:
 def test_what_a_method_reads_is_asked_for(name: str) -> None:
     config = build(name)
     arguments = valid_weights() | {"config": config, "fields": {"tool_rewards": [[]] * 3}}
+    # Of the fields it reads tool_rewards.
     of_turns = {"fields"} if "rewards" in config.reads else set()
     for missing in config.reads & {"groups", "rewards", "examples"} | of_turns:
         with pytest.raises(ValueError, match=name):
@@ -316,11 +323,13 @@ PASSES = [
 """With gradients, of made-up sequences, of the policy's log-probabilities."""
 RIGHT = make_batch([ROLLOUTS["right"]])
 TASK = {"task_type": "CAUSAL_LM"}
+# One that changes the weights of a layer, and one that puts keys and values in front.
 ADAPTERS: list[PeftConfig] = [
     LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False, use_dora=True),
     PrefixTuningConfig(**TASK, num_virtual_tokens=3),
 ]
 LOGITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # Three positions in front, with or without their logits; the last position alone; the next one's.
     "prepended": lambda logits: logits,
     "prepended, trimmed in front": lambda logits: logits[:, 3:],
     "last": lambda logits: logits[:, -1:],
@@ -364,6 +373,7 @@ def surprisal(model: nn.Module, temperature: float = 1.0) -> Any:
     inside = RIGHT.response_mask[0].bool()
     prompt, response = (RIGHT.input_ids[0][tokens].tolist() for tokens in (~inside, inside))
     log_probs, entropies = plain_columns(model, prompt, response, temperature)
+    # A surprisal is -log p.
     expected = [-value for value in log_probs]
     for method, values in ((PASSES[2], expected), (build("entropy"), entropies)):
         result = compute(model, RIGHT, method, temperature=temperature)

@@ -38,6 +38,7 @@ def by_right_padding(
     model: PreTrainedModel, rows: Sequence[torch.Tensor], *, masked: bool
 ) -> list[torch.Tensor]:
     """As passes lay rows out, or with a mask and positions as verl's engine does."""
+    # Padding is the token 0, which a causal model does not see from before.
     ids_BS = pad_sequence(list(rows), batch_first=True)
     valid_BS = torch.arange(ids_BS.shape[1]) < torch.tensor([[len(row)] for row in rows])
     named = {"attention_mask": valid_BS.long() if masked else torch.ones_like(ids_BS)}
@@ -49,6 +50,7 @@ def by_right_padding(
 
 def packed(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As verl's engine does without padding."""
+    # Positions begin anew with each response; the model takes that for the packing.
     places_1N = torch.cat([torch.arange(len(row)) for row in rows])[None]
     logits = model(
         input_ids=torch.cat(list(rows))[None], position_ids=places_1N, use_cache=False
@@ -85,6 +87,7 @@ def truth(model: PreTrainedModel, layout: str) -> float:
     long_S = torch.arange(5, 5 + LONGEST) % 60
 
     def gradient(rows: list[torch.Tensor], row: int) -> torch.Tensor:
+        # As many micro-batches more or fewer came before, so that a draw is another one.
         torch.manual_seed(17 * len(rows))  # as many micro-batches more or fewer came before
         model.zero_grad()
         log_probs(lay(model, rows)[row], rows[row]).sum().backward()
@@ -93,6 +96,7 @@ def truth(model: PreTrainedModel, layout: str) -> float:
         )
 
     differences = []
+    # Both ways: the short one beside the long one, and the long one beside the short one.
     for place, row in ((1, short_S), (0, long_S)):
         expected = gradient([row], 0)
         actual = gradient([long_S, short_S], place)
@@ -148,6 +152,7 @@ def test_what_is_added_to_a_model_counts(name: str) -> None:
     changed = change(model)
     if isinstance(changed, nn.Module):
         model = changed
+    # In training, where it acts; in a pass it is switched off.
     assert finding(model, "padded").holds == holds
     assert finding(model, "a pass").holds
 
@@ -157,6 +162,7 @@ def test_the_probe_leaves_nothing_behind() -> None:
     model = FAMILIES["llama, dynamic"].build()
     batch_statistics(model)
     buffers = {name: values.clone() for name, values in model.named_buffers()}
+    # A run that is probed draws what it would have drawn.
     state = torch.get_rng_state()
     assert not finding(model, "padded").holds
     assert torch.equal(torch.get_rng_state(), state)
@@ -204,6 +210,7 @@ PRECISIONS: dict[str, tuple[float, Change, AbstractContextManager[Any]]] = {
         lambda model: autocast(model.model.layers[1], torch.float16),
         nullcontext(),
     ),
+    # Around it is one, which the model does not follow.
     "autocast switched off in forward": (
         LIMIT,
         lambda model: autocast(model, enabled=False),
@@ -233,6 +240,7 @@ def test_half_precision_tells_what_mixes_responses_from_rounding(dtype: torch.dt
 
 
 def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
+    # A short response of 12 tokens beside the longest of the run, and as many more as fit.
     for longest, sizes, expected in [
         (100, {"rows": 1}, [12, 100]),
         (100, {"rows": 1000}, [12, 100] + [12, 11] * (MOST_ROWS // 2 - 1)),
@@ -248,6 +256,7 @@ def test_a_draw_that_seldom_matters_is_found() -> None:
     model = Family("phimoe").build().train()
     lay, _ = WAYS["padded"]
     rows = probe_rows(torch.arange(98), longest=LONGEST, rows=2)
+    # Whether a draw matters depends on the seed; none of these may be missed.
     for seed in range(8):
         torch.manual_seed(seed)
         answer = probe(model, lambda part: list(map(log_probs, lay(model, part), part)), rows)

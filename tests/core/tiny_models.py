@@ -133,6 +133,7 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        # The grouped kernels of experts need a GPU.
         if any(expert in vars(config) for expert in ("num_experts", "num_local_experts")):
             model.set_experts_implementation("eager")
         return model
@@ -180,6 +181,7 @@ class Batch:
 
     def of_responses(self, values_BL: torch.Tensor) -> list[list[float]]:
         """Each response's values."""
+        # Padding and prompts are left out.
         rows = zip(values_BL, self.response_mask == 1, strict=True)
         return [row[mask].tolist() for row, mask in rows]
 
@@ -189,6 +191,7 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
     texts = [(encode(rollout.prompt), encode(rollout.response)) for rollout in rollouts]
     widest_prompt = max(len(prompt) for prompt, _ in texts)
     widest = max(len(prompt) + len(response) for prompt, response in texts)
+    # The prompts end, and the responses begin, in one column.
     if padding == "both":
         widest = widest_prompt + max(len(response) for _, response in texts)
     ids_BL = torch.full((len(texts), widest + extra), PAD_ID)
