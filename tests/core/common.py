@@ -32,24 +32,23 @@ MAPS = [
 def rollouts_of(
     responses: Sequence[Sequence[int]],
     advantages: Sequence[float] | torch.Tensor,
-    trained: Sequence[Sequence[bool]] | torch.Tensor | None = None,
+    trained: Sequence[Sequence[bool]] | None = None,
     spans: Sequence[Any] | None = None,
     **parts: Any,
 ) -> Rollouts:
     """Responses of these token ids after a prompt of one token, with answers where they are given."""
     mask = torch.zeros(len(responses), max(map(len, responses), default=0), dtype=torch.bool)
     for index, ids in enumerate(responses):
-        mask[index, : len(ids)] = True if trained is None else torch.as_tensor(trained[index])
-    # Whatever span a method asks for.
-    answers = spans or [None] * len(responses)
-    fields = {
+        mask[index, : len(ids)] = torch.tensor(trained[index]) if trained is not None else True
+    answers = list(spans) if spans is not None else [None] * len(responses)
+    fields: dict[str, Any] = {
         "mask": mask,
         "tokenizer": char_tokenizer(),
         "known_spans": {"first": answers, "last": answers},
-        "advantages": torch.as_tensor(advantages, dtype=torch.float32),
-        "prompts": [torch.ones(1, dtype=torch.int64)] * len(responses),
-        "responses": [torch.tensor(ids, dtype=torch.int64) for ids in responses],
     }
+    fields["advantages"] = torch.as_tensor(advantages, dtype=torch.float32)
+    fields["prompts"] = [torch.ones(1, dtype=torch.int64)] * len(responses)
+    fields["responses"] = [torch.tensor(ids, dtype=torch.int64) for ids in responses]
     return Rollouts(**fields | parts)
 
 
@@ -72,22 +71,18 @@ def weighed(
     """What a method makes of responses, the way every host goes; what holds for every method is checked."""
     w = weigh(responses, method, Given(of_pass))
     assert w.weights.dtype == w.advantages.dtype == w.scores.dtype == torch.float32
-    # A weight below 0 would flip an advantage.
-    assert (w.weights.isfinite() & (w.weights >= 0)).all() and not w.advantages.isnan().any()
+    assert bool((w.weights.isfinite() & (w.weights >= 0)).all()) and not w.advantages.isnan().any()
     assert not w.weights[~responses.mask].any() and not w.advantages[~responses.mask].any()
     return w
 
 
 def few(examples: int) -> settings:
     """So many examples of a property, the same ones every time."""
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
+    common: dict[str, Any] = {
+        "phases": (Phase.generate, Phase.shrink),
+        "suppress_health_check": list(HealthCheck),
+    }
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, **common)
 
 
 def some(names: Iterable[Any], by_day: Collection[Any]) -> list[Any]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,29 +18,20 @@ import torch
 from tests.core.plain_weights import MAPS, to_mass
 
 OFFICIAL = {
-    "leaf": "embeddings",
-    "alignment": "predictor",
-    "span": "first",
-    "target": "span",
-    "gate": "wrong",
-    "statistics": "response",
-    "reshaper": "log_zscore",
-    "weight_mean": 1.0,
-    "weight_std": 0.5,
-    "weight_min": 0.5,
-    "weight_max": 5.0,
-    "content_weight": None,
-    "content_outside_gate": True,
-    "normalize_mass": False,
-    "control": "none",
+    **{
+        "leaf": "embeddings",
+        "alignment": "predictor",
+        "span": "first",
+        "target": "span",
+        "gate": "wrong",
+    },
+    **{"statistics": "response", "reshaper": "log_zscore", "weight_mean": 1.0, "weight_std": 0.5},
+    **{"weight_min": 0.5, "weight_max": 5.0, "content_weight": None, "content_outside_gate": True},
+    **{"normalize_mass": False, "control": "none"},
 }
 ROBUST = {
-    "alignment": None,
-    "span": "last",
-    "target": "content",
-    "statistics": "reasoning",
-    "content_outside_gate": False,
-    "normalize_mass": True,
+    **{"alignment": None, "span": "last", "target": "content", "statistics": "reasoning"},
+    **{"content_outside_gate": False, "normalize_mass": True},
 }
 Span = tuple[int, int, int, int]
 """Of an answer, relative to the response: start, content_start, content_end, end."""
@@ -69,7 +58,6 @@ class ReferenceResult(NamedTuple):
 
 def partner(text: str, at: int, opener: str, closer: str) -> int:
     """Where the closer of the opener at this place begins; -1 without one."""
-    # An opener counts up, a closer down; at 0 the pair is complete.
     depth = 0
     while at < len(text):
         if text.startswith(opener, at):
@@ -88,15 +76,19 @@ def partner(text: str, at: int, opener: str, closer: str) -> int:
 def boxed_spans(text: str) -> list[Span]:
     """All complete boxes of a string."""
     opening = "\\boxed{"
-    # A brace behind an odd number of backslashes is a sign.
-    text = re.sub(r"\\+[{}]", lambda m: m[0][:-1] + "." if len(m[0]) % 2 == 0 else m[0], text)
     spans = []
+    backslashes = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
+    # A brace behind an odd number of backslashes is a sign.
+    text = "".join(
+        "." if char in "{}" and odd % 2 else char
+        for char, odd in zip(text, backslashes, strict=True)
+    )
     at = text.find(opening)
     while at >= 0:
         close = partner(text, at + len(opening) - 1, "{", "}")
         if close >= 0:
             spans.append((at, at + len(opening), close, close + 1))
-        at = text.find(opening, max(close, at + 1))
+        at = text.find(opening, close if close >= 0 else at + 1)
     return spans
 
 
@@ -108,25 +100,32 @@ class PlainModel:
         # Transformers puts the normed output into hidden_states[n]; with the norm in the head it is the last block's own.
         self.model.lm_head = torch.nn.Sequential(self.model.model.norm, self.model.lm_head)
         self.model.model.norm = torch.nn.Identity()
-        self.scores = cache(self._scores)
+        self.known: dict[tuple, list[float]] = {}
 
-    def _scores(
+    def scores(
         self,
-        ids: tuple[int, ...],
-        attention: tuple[int, ...],
-        targets: tuple[int, ...],
+        ids: list[int],
+        attention: list[int],
+        targets: list[int],
         leaf: str,
         temperature: float,
     ) -> list[float]:
         """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
-        embeds = self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_()
-        output = self.model(
-            inputs_embeds=embeds,
-            attention_mask=torch.tensor([attention]),
-            position_ids=torch.tensor([attention]).cumsum(-1).sub(1).clamp(min=0),
-            use_cache=False,
-            output_hidden_states=True,
+        key = (tuple(ids), tuple(attention), tuple(targets), leaf, temperature)
+        if key in self.known:
+            return self.known[key]
+        places = torch.tensor(
+            [[max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]]
         )
+        embeds = (
+            self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
+        )
+        arguments = {
+            "attention_mask": torch.tensor([attention]),
+            "position_ids": places,
+            "use_cache": False,
+        }
+        output = self.model(inputs_embeds=embeds, output_hidden_states=True, **arguments)
         blocks = len(self.model.model.layers)
         assert len(output.hidden_states) == blocks + 1
         assert output.logits.shape[1] == len(ids)
@@ -134,11 +133,14 @@ class PlainModel:
         hidden = embeds if index == 0 else output.hidden_states[index]
         loss = torch.zeros((), dtype=torch.float64)
         for target in targets:
-            # A token is predicted at the position before it.
             scaled = output.logits[0, target - 1] / temperature
             loss = loss - (scaled[ids[target]] - torch.logsumexp(scaled, dim=-1))
         (gradient,) = torch.autograd.grad(loss, hidden)
-        return (gradient * hidden)[0].norm(dim=-1).tolist()
+        self.known[key] = [
+            math.sqrt(math.fsum((g * h) ** 2 for g, h in zip(of_gradient, of_hidden, strict=True)))
+            for of_gradient, of_hidden in zip(gradient[0].tolist(), hidden[0].tolist(), strict=True)
+        ]
+        return self.known[key]
 
 
 def row_weights(
@@ -152,24 +154,25 @@ def row_weights(
     outside = (options["gate"] == "wrong" and advantage > 0) or (
         options["gate"] == "correct" and advantage <= 0
     )
-    # Outside the gate nothing is weighed but, perhaps, the answer.
     weights = [1.0 if outside else options["weight_mean"]] * length
     if not outside:
         counted = range(length) if options["statistics"] == "response" else range(start)
-        numbers = {}
-        if options["reshaper"] == "log_zscore":
-            for name in ("weight_mean", "weight_std", "weight_min", "weight_max"):
-                numbers[name] = options[name]
-        mapped = MAPS[options["reshaper"]]([scores[t] for t in counted], **numbers)
+        names = (
+            ("weight_mean", "weight_std", "weight_min", "weight_max")
+            if options["reshaper"] == "log_zscore"
+            else ()
+        )
+        mapped = MAPS[options["reshaper"]](
+            [scores[t] for t in counted], **{name: options[name] for name in names}
+        )
         for t, weight in zip(counted, mapped, strict=True):
             weights[t] = 1.0 if options["control"] == "answer" else weight
     if not outside or options["content_outside_gate"]:
         for t in range(start, length):
-            is_content = content_start <= t < content_end
-            weights[t] = options["content_weight" if is_content else "weight_mean"]
-    if options["normalize_mass"] and not outside:
-        return to_mass(weights, range(length))
-    return weights
+            weights[t] = options[
+                "content_weight" if content_start <= t < content_end else "weight_mean"
+            ]
+    return to_mass(weights, range(length)) if options["normalize_mass"] and not outside else weights
 
 
 def reference_weights(
@@ -185,29 +188,29 @@ def reference_weights(
 ) -> ReferenceResult:
     """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character, `boxes` finds answers."""
     result = ReferenceResult([], [], [])
-    rows = zip(input_ids, attention_mask, response_mask, advantages, strict=True)
-    for ids, attention, mask, advantage in rows:
+    for ids, attention, mask, advantage in zip(
+        input_ids, attention_mask, response_mask, advantages, strict=True
+    ):
         positions = [p for p in range(len(ids)) if mask[p] == 1]
         spans = boxes("".join(characters[ids[p]] for p in positions)) or [None]
         span = spans[0 if options["span"] == "first" else -1]
         token_scores = [math.nan] * len(positions)
         if span is not None:
-            first, content_start, content_end, past = span
-            if options["target"] == "content" and content_start < content_end:
-                first = content_start
-                past = content_end
-            # Positions of the padded row, where the answer's tokens are.
-            targets = tuple(positions[first:past])
-            at_position = model.scores(
-                tuple(ids), tuple(attention), targets, options["leaf"], temperature
-            )
-            shift = {"predictor": 1, "token": 0}[options["alignment"]]
+            first = span[0]
+            past = span[3]
+            if options["target"] == "content" and span[1] < span[2]:
+                first = span[1]
+                past = span[2]
+            targets = [positions[t] for t in range(first, past)]
+            at_position = model.scores(ids, attention, targets, options["leaf"], temperature)
+            shift = 1 if options["alignment"] == "predictor" else 0
             token_scores = [at_position[p - shift] for p in positions]
         token_weights = row_weights(token_scores, span, advantage, options)
-        result.weights.append([0.0] * len(ids))
-        result.scores.append([math.nan] * len(ids))
-        for p, weight, score in zip(positions, token_weights, token_scores, strict=True):
-            result.weights[-1][p] = weight
-            result.scores[-1][p] = score
+        for values, of_tokens, elsewhere in (
+            (result.weights, token_weights, 0.0),
+            (result.scores, token_scores, math.nan),
+        ):
+            at = dict(zip(positions, of_tokens, strict=True))
+            values.append([at.get(p, elsewhere) for p in range(len(ids))])
         result.spans.append(span)
     return result

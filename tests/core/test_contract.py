@@ -37,7 +37,7 @@ from grail_advantage.check import batch_faults, unequal
 from grail_advantage.check import part as some_of
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Weighed, joined
 from grail_advantage.method import NameTakenError, build, failure_message, methods
-from tests.core.common import FITTED, METHODS, rollouts_of, weighed
+from tests.core.common import FITTED, MAPS, METHODS, rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import CHARACTERS, Rollout, compute, encode, make_batch, tiny_model
@@ -50,7 +50,6 @@ SPAN = AnswerSpan(4, 5, 7, 8)
 NOT_FINITE = (NAN, INF, -INF)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
-    # The entropies of case() are below its threshold.
     "stare": {"variant": "C2"},
     "polarity": {"wrong": 0.5},
     "pattern": {"gate": "wrong", "elsewhere": 1},
@@ -83,13 +82,13 @@ def case(
     """Ordinary numbers, and all that any method reads; with a gap, a tool wrote the fourth token of every second response."""
     draw = torch.Generator().manual_seed(seed)
     log_probs, entropy, of_pass = (torch.rand((rows, tokens), generator=draw) for _ in range(3))
-    trained = torch.ones(rows, tokens, dtype=torch.bool)
-    if gap:
-        trained[1::2, 3:4] = False
-    text = "4=12 so 7= 3 or "[:tokens]
+    trained = [
+        [not (gap and row % 2 and place == 3) for place in range(tokens)] for row in range(rows)
+    ]
+    text = ("4=12 so 7= 3 or " * (tokens // 16 + 1))[:tokens]
     r = rollouts_of(
         [encode(text)] * rows,
-        (ADVANTAGES * 2)[:rows],
+        (ADVANTAGES * (rows // len(ADVANTAGES) + 1))[:rows],
         trained,
         [SPAN] * rows,
         columns={
@@ -103,14 +102,12 @@ def case(
         examples=[ASKED] * rows,
         fields={"tool_rewards": [[0.25 * row] * (gap and row % 2) for row in range(rows)]},
     )
-    # No score is 0: what a 0 does is in EXTREMES.
     return r, of_pass + 0.01
 
 
 def run(name: str, case: Case, **options: Any) -> Weighed:
     w = weighed(method_of(name, **options), *case)
     assert all(math.isfinite(value) for value in w.metrics.values()), w.metrics
-    # Token advantages have no mean weight.
     assert issubclass(methods()[name], Method) or "average_weight" not in w.metrics
     return w
 
@@ -129,30 +126,39 @@ def without(case: Case, *rows: int) -> Case:
 def with_value(case: Case, source: str, row: int, value: float) -> Case:
     """With another number of the response's second token: of a column, or of the pass."""
     r, of_pass = case
-    columns = {**r.columns, PASS: of_pass}
-    columns[source] = columns[source].clone()
-    columns[source][row, 1] = value
-    of_pass = columns.pop(PASS)
-    return replace(r, columns=columns), of_pass
+    values = (of_pass if source == PASS else r.columns[source]).clone()
+    values[row, 1] = value
+    return (
+        (r, values)
+        if source == PASS
+        else (replace(r, columns=r.columns | {source: values}), of_pass)
+    )
 
 
 def sources(name: str) -> list[str]:
     """What a method's scores are made of."""
     method = method_of(name)
-    columns = sorted(method.reads & {OLD_LOG_PROBS, ENTROPY, REF_LOG_PROBS})
-    return columns + [PASS] * bool(method.uses)
+    return [
+        *sorted(method.reads & {OLD_LOG_PROBS, ENTROPY, REF_LOG_PROBS}),
+        *([PASS] if method.uses else []),
+    ]
 
 
 @every_method
 def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
     method = build(name)
-    assert method.name == name
-    assert all([type(method).__doc__, method.formula, method.source, method.cost])
-    # A paper's source ends with where its formula was read.
-    assert "arXiv" not in method.source or method.source.endswith(")")
+    assert (
+        method.name == name
+        and type(method).__doc__
+        and method.formula
+        and method.source
+        and method.cost
+    )
+    assert "arXiv" not in method.source or method.source.endswith(")"), (
+        "where the paper's formula was read"
+    )
     assert pickle.loads(pickle.dumps(method)) == method, "it travels to another process"
     assert build(name, {"mask_truncated": False}).mask_truncated is False
-    # None stands for the default, and is no option.
     assert build(name, {"mask_truncated": None}) == method
     with pytest.raises(ValueError):
         build(name, {"nonsense": 1})
@@ -165,43 +171,31 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
     numbers = dict(zip(batch[0].keys, batch[1], strict=True))
 
     def run_keyed(r: Rollouts) -> Weighed:
-        # The numbers follow their response; beyond its end, and in a filler, there are none.
         nowhere = torch.full((r.mask.shape[1],), NAN)
-        rows = [torch.cat([numbers.get(key, nowhere), nowhere]) for key in r.keys]
-        return run(name, (r, torch.stack(rows)[:, : len(nowhere)]))
+        rows = [
+            torch.cat([numbers.get(key, nowhere), nowhere])[: r.mask.shape[1]] for key in r.keys
+        ]
+        return run(name, (r, torch.stack(rows)))
 
-    apart = name not in COMPARES_ROWS | {"steer"}
-    assert not list(batch_faults(run_keyed, batch[0], apart=apart, rtol=1e-5))
-    # Two longer responses that nobody wrote, one of them without a reward.
+    assert not list(
+        batch_faults(run_keyed, batch[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5)
+    )
     filler = without(case(2, TOKENS + 5), 0, 1)[0]
     columns = {column: torch.full_like(values, NAN) for column, values in filler.columns.items()}
-    filler = replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)
-    numbers_and_filler = torch.nn.functional.pad(batch[1], (0, 5, 0, 2), value=NAN)
-    with_filler = run(name, (joined([batch[0], filler]), numbers_and_filler))
+    added = joined(
+        [batch[0], replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)]
+    )
+    with_filler = run(name, (added, torch.nn.functional.pad(batch[1], (0, 5, 0, 2), value=NAN)))
     assert with_filler.metrics == pytest.approx(run(name, batch).metrics)
-    # Response 4 has the advantage -1.5.
     masked = run(name, (replace(batch[0], masked=torch.arange(12) == 4), batch[1]))
     assert not masked.advantages[4].any() and masked.advantages[:4].any()
     for nothing in (case(0, 0), case(3, 0), without(case(2), 0, 1)):
         assert run(name, nothing).metrics == {}
 
 
-def check_draw(name: str, batch: Case, control: Weighed, **options: Any) -> None:
-    """The control is drawn by the step and the response's tokens alone: neither their order nor keys and places, which
-    each start has others of, move anything."""
-    # A draw by the row or the batch would be another one here.
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    assert not unequal(run(name, part(batch, order), **options), control, order)
-    elsewhere = replace(batch[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
-    again = run(name, (elsewhere, batch[1]), **options)
-    assert torch.equal(again.advantages, control.advantages)
-    # A response with two steps keeps its order in every second draw, so one of eight must differ.
-    later = [run(name, (replace(batch[0], step=step), batch[1]), **options) for step in range(1, 9)]
-    assert any(not torch.equal(w.advantages, control.advantages) for w in later)
-
-
 @weighing
 def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) -> None:
+    """Of each response; by the step and its tokens alone: other keys and places, as each start has them, move nothing."""
     if "control" not in methods()[name].model_fields:
         with pytest.raises(ValueError, match="control"):
             method_of(name, control="shuffled")
@@ -209,28 +203,38 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
     batch = case(12, tokens=16, gap=True)
     options = {"gate": "all"} if name == "grail" else {}
     plain = run(name, batch, **options)
-    options["control"] = "shuffled"
-    control = run(name, batch, **options)
-    assert torch.equal(control.by_score, plain.by_score)
-    moved, values = (
-        torch.where(plain.by_score, w.weights, -1.0).sort(dim=1).values for w in (control, plain)
+    control = run(name, batch, **options, control="shuffled")
+    moved = torch.where(plain.by_score, plain.weights, -1.0).sort(dim=1).values
+    torch.testing.assert_close(
+        torch.where(plain.by_score, control.weights, -1.0).sort(dim=1).values, moved
     )
-    torch.testing.assert_close(moved, values)
+    assert torch.equal(control.by_score, plain.by_score)
     torch.testing.assert_close(control.weights[~plain.by_score], plain.weights[~plain.by_score])
     torch.testing.assert_close(control.scores, plain.scores, equal_nan=True)
-    if name != "rlsd":  # one weight on all tokens of each of these responses
-        assert not torch.equal(control.weights, plain.weights)
-        check_draw(name, batch, control, **options)
-
-
-def steps_of(values: torch.Tensor, where: torch.Tensor) -> list[list[int]]:
-    """The places of equal values next to each other."""
-    places = where.nonzero().flatten().tolist()
-    # Of a step the places less their numbers are the same.
-    steps = itertools.groupby(
-        enumerate(places), lambda pair: (pair[1] - pair[0], values[pair[1]].item())
+    if name == "rlsd":  # one weight on all tokens of each of these responses
+        return
+    assert not torch.equal(control.weights, plain.weights)
+    later = run(
+        name, (replace(batch[0], step=batch[0].step + 1), batch[1]), **options, control="shuffled"
     )
-    return [[place for _, place in step] for _, step in steps]
+    assert not torch.equal(control.weights, later.weights)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    assert not unequal(run(name, part(batch, order), **options, control="shuffled"), control, order)
+    elsewhere = replace(batch[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
+    assert torch.equal(
+        run(name, (elsewhere, batch[1]), **options, control="shuffled").weights, control.weights
+    )
+
+
+def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
+    """The places of equal values next to each other."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][-1] == place - 1 and values[place - 1] == values[place]:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -242,33 +246,54 @@ def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None
     plain = run(name, batch)
     control = run(name, batch, control="shuffled")
     torch.testing.assert_close(control.scores, plain.scores, equal_nan=True)
-    # Outside of these nothing may move.
     moved = batch[0].mask & plain.selected[:, None]
     if plain.method.reads_answer:
         moved[:, SPAN.start :] = False
     assert torch.equal(control.advantages[~moved], plain.advantages[~moved])
-    for values, shuffled, where in zip(plain.advantages, control.advantages, moved, strict=True):
-        steps = steps_of(values, where)
-        assert all(shuffled[step].unique().numel() == 1 for step in steps)
-        firsts = [step[0] for step in steps]
-        assert shuffled[firsts].sort().values.tolist() == values[firsts].sort().values.tolist()
-    check_draw(name, batch, control, control="shuffled")
+    for values, shuffled, where in zip(
+        plain.advantages.tolist(), control.advantages.tolist(), moved, strict=True
+    ):
+        steps = runs_of(values, where.nonzero().flatten().tolist())
+        assert all(len({shuffled[place] for place in step}) == 1 for step in steps)
+        assert sorted(shuffled[step[0]] for step in steps) == sorted(
+            values[step[0]] for step in steps
+        )
+    later = [
+        run(name, (replace(batch[0], step=step), batch[1]), control="shuffled").advantages
+        for step in range(1, 9)
+    ]
+    assert any(not torch.equal(advantages, plain.advantages) for advantages in later)
+    assert any(not torch.equal(advantages, control.advantages) for advantages in later)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    assert not unequal(run(name, part(batch, order), control="shuffled"), control, order)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields]
+)
+def test_the_mass_is_restored(name: str) -> None:
+    batch = case(12, gap=True)
+    w = run(name, batch, normalize_mass=True, **({"gate": "all"} if name == "grail" else {}))
+    restored = w.selected & (w.weights.sum(dim=1) > 0)
+    torch.testing.assert_close(
+        w.weights[restored].double().sum(dim=1), batch[0].mask[restored].double().sum(dim=1)
+    )
+    assert restored.any()
 
 
 @weighing
 def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(name: str) -> None:
     plain = case()
-    # A response that needs scores, as others notice nothing of the rest.
     bad = int(run(name, plain).selected.int().argmax())
     sound = [row for row in range(len(ADVANTAGES)) if row != bad]
     # As if no token of it trained, which leaves it out of whatever a method compares.
     expected = run(name, without(plain, bad))
-    # The method does something.
-    assert bool((expected.weights[sound] != 1).any()) or name == "uniform"
+    assert bool((expected.weights[sound] != 1).any()) or name == "uniform", (
+        "the method must do something"
+    )
     assert sources(name) or name in READS_NO_NUMBERS
     for source in sources(name):
         for value in NOT_FINITE:
-            # One number of nine is enough.
             w = run(name, with_value(plain, source, bad, value))
             assert w.weights[bad].tolist() == [1.0] * TOKENS
             assert w.failed.tolist() == [row == bad for row in range(len(ADVANTAGES))]
@@ -280,19 +305,24 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
 def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) -> None:
     """In any precision; 1e19 is an infinity in half of it."""
     r, of_pass = case()
-
-    def run_with(value: float, dtype: torch.dtype) -> Weighed:
-        advantages = torch.tensor([value, *ADVANTAGES[1:]], dtype=dtype)
-        return run(name, (replace(r, advantages=advantages), of_pass))
-
-    expected = run_with(0.0, torch.float32)
-    assert name in COMPARES_ROWS or expected.weights[0].tolist() == [1.0] * TOKENS
-    for value in (*NOT_FINITE, 1e19):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            w = run_with(value, dtype)
-            assert torch.equal(w.weights, expected.weights)
-            assert torch.equal(w.advantages, expected.advantages)
-            assert w.metrics == {**expected.metrics, "unjudged_rate": 1 / len(ADVANTAGES)}
+    kinds = itertools.product(
+        (0.0, *NOT_FINITE, 1e19), (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    )
+    results = [
+        run(
+            name,
+            (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]], dtype=dtype)), of_pass),
+        )
+        for value, dtype in kinds
+    ]
+    results = [results[0], *results[4:]]
+    expected = results[0]
+    for w in results[1:]:
+        assert torch.equal(w.weights, expected.weights) and torch.equal(
+            w.advantages, expected.advantages
+        )
+        assert w.metrics == {**expected.metrics, "unjudged_rate": 1 / len(ADVANTAGES)}
+        assert name in COMPARES_ROWS or w.weights[0].tolist() == [1.0] * TOKENS
 
 
 EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -319,7 +349,6 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
             OLD_LOG_PROBS: -change(-r.columns[OLD_LOG_PROBS]),
             ENTROPY: change(r.columns[ENTROPY]),
         }
-        # Log-probabilities are at most 0, so they are changed with the other sign.
         w = run(name, (replace(r, columns=columns), change(of_pass)))
         assert w.metrics["non_finite_rate"] == 0 or "huge" in extreme, extreme
         if extreme in ("all underflowed to 0", "equal") and name not in COMPARES_ROWS | HARD:
@@ -336,22 +365,24 @@ OTHERS = [
 @weighing
 def test_nan_logits_in_one_row(name: str) -> None:
     """Of a prompt with two more responses, so that a method that compares the responses of a prompt has others to compare."""
-    # Untied, so that one broken embedding touches only the responses that read it.
+    # Untied, so that one broken embedding touches only the responses that read it
     model = tiny_model(layers=2)
     with torch.no_grad():
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
-    parts = {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
-    weights = []
-    for first in (Rollout("Four?", r"~y \boxed{6} is", -0.5), Rollout("Four?", "", 0.0)):
+
+    def weigh(first: Rollout) -> tuple[list[list[float]], dict[str, float]]:
         batch = make_batch([first, *OTHERS])
+        parts = {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
         result = compute(model, batch, method_of(name), tiny_tokenizer(), **parts)
         assert all(map(math.isfinite, result.stats.values())), result.stats
-        weights.append(batch.of_responses(result.weights))
-        failed = len(weights) == 1 and bool(sources(name))
-        assert result.failed.tolist() == [failed, False, False, False, False]
-    assert set(weights[0][0]) == {READS_NO_NUMBERS.get(name, 1.0)}
-    # As without its tokens in the batch.
-    close(weights[0][1:], weights[1][1:])
+        return batch.of_responses(result.weights), result.stats
+
+    broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
+    weights, figures = weigh(broken)
+    assert set(weights[0]) == {READS_NO_NUMBERS.get(name, 1.0)}
+    # Without its tokens in the batch
+    close(weights[1:], weigh(replace(broken, response="", advantage=0.0))[0][1:])
+    assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +411,6 @@ class Plain(Method):
 
 def test_a_registered_class_is_a_method_with_options() -> None:
     cls = register("plain")(type("Named", (Plain,), {}))
-    # The factor 2 is the class's default.
     assert methods()["plain"] is cls and build("plain", {"factor": 3.0}).factor == 3.0
     assert build("plain").name == "plain" == cls.section
     assert weighed(build("plain"), rollouts_of([[1, 2]], [-1.0])).advantages.tolist() == [
@@ -402,12 +432,16 @@ def test_what_cannot_be_registered_is_refused() -> None:
     with pytest.raises(NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"):
         register("grail")(type("Another", (Method,), {}))
     assert register("grail")(Grail) is methods()["grail"] is Grail
-    for name in ("token_weights", "token_dump", "my.method", "", "1st"):
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        *((name, {}) for name in ("token_weights", "token_dump", "my.method", "", "1st")),
+        *(
+            ("needy", body)
+            for body in ({"reads": frozenset({"old_log_prob"})}, {"uses": "hiden_states"})
+        ),
+    ]
+    for name, body in bodies:
         with pytest.raises(ValueError):
-            register(name)(type("Named", (Method,), {}))
-    for body in ({"reads": frozenset({"old_log_prob"})}, {"uses": "hiden_states"}):
-        with pytest.raises(ValueError):
-            register("needy")(type("Needy", (Method,), body))
+            register(name)(type("Named", (Method,), body))
     assert register("fields")(type("Fields", (Method,), {"reads": frozenset({"field:blame"})}))
     for function in (untyped, top):
         with pytest.raises(ValueError):
@@ -419,38 +453,50 @@ def test_maps_have_typed_options() -> None:
     def scaled(x: torch.Tensor, m: torch.Tensor, factor: float = 1.0) -> Weights:
         return Weights(factor * x.clamp(min=0).float())
 
-    # The entropy is 1, so every weight is the factor.
     options = {"reshaper": "scaled", "reshaper_options": {"factor": 3.0}, "gate": "all"}
     r = rollouts_of([[1, 2]], [1.0], columns={"entropy": torch.ones(1, 2)})
     assert weighed(build("entropy", options), r).weights.tolist() == [[3.0, 3.0]]
 
 
-@pytest.mark.parametrize("value", [object(), NAN, "1.0", True, 0])
-def test_a_value_that_is_not_allowed_is_refused_by_its_option(value: Any) -> None:
-    """Of another kind, no number, and one outside the bounds; of a method and of a map."""
-    with pytest.raises(ValueError, match=r"grail\.weight_std="):
-        build("grail", {"weight_std": value})
-    with pytest.raises(ValueError, match=r"entropy\.reshaper_options\.beta="):
-        build("entropy", {"reshaper": "mean_ratio", "reshaper_options": {"beta": value}})
+@pytest.mark.parametrize("name", [*METHODS, *MAPS])
+def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) -> None:
+    cls = maps.MAPS[name].options if name in maps.MAPS else methods()[name]
+    fixed = {} if name in maps.MAPS else cls.names[name]
+    for option, schema in cls.model_json_schema()["properties"].items():
+        kinds = schema.get("anyOf", [schema])
+        bad: list[Any] = [object(), math.nan, math.inf]
+        bad += ["1.0"] * all(kind.get("type") != "string" for kind in kinds)
+        # True is 1
+        bad += [True] * all(kind.get("type") != "boolean" and "enum" not in kind for kind in kinds)
+        for kind in kinds:
+            bad += [
+                kind[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in kind
+            ]
+            bad += [kind[key] for key in ("exclusiveMinimum",) if key in kind]
+        for value in bad:
+            with pytest.raises(ValueError, match=rf"{option}\b"):
+                cls(**{**fixed, option: value})
 
 
 @pytest.mark.slow
 def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
     """And naming the methods imports no model code."""
     mine = "from grail_advantage import Method, register\n\n@register('grail')\nclass Mine(Method):\n    pass\n"
-    # The last by the group's earlier name, which is still read.
+    third = mine.replace("grail')", "mine')")
+    broken = "import a_package_that_is_not_there"
+    earlier = "signals"  # the group's earlier name is still read
     for name, text, group in (
-        ("broken", "import a_package_that_is_not_there", "methods"),
+        ("broken", broken, "methods"),
         ("twice", mine, "methods"),
-        ("whole", mine.replace("grail')", "mine')"), "signals"),
+        ("whole", third, earlier),
     ):
-        # As an installer leaves it behind.
-        info = tmp_path / f"{name}-1.0.dist-info"
+        info = tmp_path / f"{name}-1.0.dist-info"  # as an installer leaves it behind
         info.mkdir()
         (tmp_path / f"{name}_method.py").write_text(text)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        entry = f"[grail_advantage.{group}]\n{name} = {name}_method\n"
-        (info / "entry_points.txt").write_text(entry)
+        (info / "entry_points.txt").write_text(
+            f"[grail_advantage.{group}]\n{name} = {name}_method\n"
+        )
     code = """
 import sys
 from grail_advantage.method import build, failure_message, methods
@@ -458,7 +504,8 @@ print(methods()["grail"].__name__, len(methods()) >= 21, "transformers" in sys.m
 print(failure_message())
 """
     environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
-    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    run = {"env": environment, "capture_output": True, "text": True, "check": True}
+    output = subprocess.run([sys.executable, "-c", code], **run).stdout
     assert output.startswith("Grail True False mine\n")
     for words in ("'grail'", "twice_method", "broken_method", "No module named 'a_pack"):
         assert words in output
@@ -486,19 +533,16 @@ def test_a_method_of_ones_own_is_checked(
 ) -> None:
     """A shift that reads beyond the response is told; with another value there it is none. Fields need values."""
     file = tmp_path / "mine.py"
-    for last, status, words in (
-        ("", 1, "is not finite"),
-        (
-            "later = torch.where(later.isfinite(), later, entropy)",
-            0,
-            "entropy_drop: keeps the contract",
-        ),
-        ("later = entropy / r.mask.shape[1]", 1, "scores are others beside a longer response"),
-    ):
-        file.write_text(SHIFT.replace("LAST", last))
-        assert check.main([str(file)]) == status
-        assert words in capsys.readouterr().out
-    # A file without a method.
+    file.write_text(SHIFT.replace("LAST", ""))
+    assert check.main([str(file)]) == 1
+    output = capsys.readouterr().out
+    assert "is not finite" in output
+    file.write_text(SHIFT.replace("LAST", "later = torch.where(later.isfinite(), later, entropy)"))
+    assert check.main([str(file)]) == 0
+    assert "entropy_drop: keeps the contract" in capsys.readouterr().out
+    file.write_text(SHIFT.replace("LAST", "later = entropy / r.mask.shape[1]"))
+    assert check.main([str(file)]) == 1
+    assert "scores are others beside a longer response" in capsys.readouterr().out
     file.write_text("")
     assert check.main([str(file)]) == 1
     assert "registers no method" in capsys.readouterr().err

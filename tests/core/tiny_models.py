@@ -46,18 +46,19 @@ def encode(text: str) -> list[int]:
 
 
 SIZES = {
-    "vocab_size": len(CHARACTERS) + 2,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "pad_token_id": PAD_ID,
-    "bos_token_id": None,
-    "eos_token_id": END_ID,
-    "dtype": "float32",
+    **{
+        "vocab_size": len(CHARACTERS) + 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "head_dim": 8,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+    },
+    **{"pad_token_id": PAD_ID, "bos_token_id": None, "eos_token_id": END_ID, "dtype": "float32"},
 }
 
 
@@ -81,33 +82,29 @@ _LONGROPE = {
     "long_factor": [8.0] * 4,
 }
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-_DELTA = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
+_DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {"linear_num_key_heads": 2}
+_DELTA["linear_num_value_heads"] = 4
+_DELTA["layer_types"] = ["linear_attention", "full_attention"]
 FAMILY_SIZES = {
-    # One size by the names that it has.
+    **{"vocab_size": 100, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 2),
     **dict.fromkeys(
         ("num_attention_heads", "num_heads", "n_head", "num_experts", "num_local_experts"), 4
     ),
-    "vocab_size": 100,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 97,
-    "eos_token_id": 98,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "head_dim": 8,
-    "dtype": "float32",
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-    "is_decoder": True,
-    "intermediate_size": 64,
+    **{
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "bos_token_id": 97,
+        "dtype": "float32",
+    },
+    **{
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "is_decoder": True,
+        "intermediate_size": 64,
+    },
 }
 """Of every configuration that has such an option."""
 
@@ -124,8 +121,10 @@ class Family:
         """The tiny configuration, with other sizes where they are given."""
         config_class = transformers.CONFIG_MAPPING[self.model_type]
         names = {*inspect.signature(config_class.__init__).parameters, "dtype"}
-        sizes = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names}
-        return config_class(**sizes | self.options, attn_implementation=self.attention)
+        sizes_of_class = {
+            name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names
+        }
+        return config_class(**sizes_of_class | self.options, attn_implementation=self.attention)
 
     def build(self, **sizes: Any) -> PreTrainedModel:
         """The model, float32, always with the same values."""
@@ -133,7 +132,6 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-        # The grouped kernels of experts need a GPU.
         if any(expert in vars(config) for expert in ("num_experts", "num_local_experts")):
             model.set_experts_implementation("eager")
         return model
@@ -181,34 +179,30 @@ class Batch:
 
     def of_responses(self, values_BL: torch.Tensor) -> list[list[float]]:
         """Each response's values."""
-        # Padding and prompts are left out.
-        rows = zip(values_BL, self.response_mask == 1, strict=True)
-        return [row[mask].tolist() for row, mask in rows]
+        return [
+            row[mask == 1].tolist() for row, mask in zip(values_BL, self.response_mask, strict=True)
+        ]
 
 
 def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -> Batch:
     """Pad rows on the ``left``, on the ``right``, or on ``both`` sides, prompts left and responses right; ``extra`` wider."""
     texts = [(encode(rollout.prompt), encode(rollout.response)) for rollout in rollouts]
-    widest_prompt = max(len(prompt) for prompt, _ in texts)
+    widest_prompt, widest_response = (max(map(len, ids)) for ids in zip(*texts, strict=True))
     widest = max(len(prompt) + len(response) for prompt, response in texts)
-    # The prompts end, and the responses begin, in one column.
-    if padding == "both":
-        widest = widest_prompt + max(len(response) for _, response in texts)
-    ids_BL = torch.full((len(texts), widest + extra), PAD_ID)
-    # 1 on prompts, 2 on responses.
-    kinds_BL = torch.zeros_like(ids_BL)
-    for row, (prompt, response) in enumerate(texts):
-        tokens = prompt + response
-        spare = {
-            "left": widest + extra - len(tokens),
-            "right": 0,
-            "both": widest_prompt - len(prompt),
-        }
-        place = slice(spare[padding], spare[padding] + len(tokens))
-        ids_BL[row, place] = torch.tensor(tokens)
-        kinds_BL[row, place] = torch.tensor([1] * len(prompt) + [2] * len(response))
-    advantages = torch.tensor([rollout.advantage for rollout in rollouts])
-    return Batch(ids_BL, (kinds_BL > 0).long(), (kinds_BL == 2).long(), advantages)
+    width = extra + (widest_prompt + widest_response if padding == "both" else widest)
+    rows: tuple[list, list, list] = ([], [], [])
+    for prompt, response in texts:
+        spare = width - len(prompt) - len(response)
+        padding_before = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
+        p = len(prompt)
+        r = len(response)
+        right = spare - padding_before
+        rows[0].append([PAD_ID] * padding_before + prompt + response + [PAD_ID] * right)
+        rows[1].append([0] * padding_before + [1] * (p + r) + [0] * right)
+        rows[2].append([0] * (padding_before + p) + [1] * r + [0] * right)
+    return Batch(
+        *map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts])
+    )
 
 
 _LINES = Path(__file__).with_name("rollouts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -234,8 +228,10 @@ def plain_columns(
     log_probs = []
     entropies = []
     for logits_V, token in zip(logits_SV[len(prompt) - 1 :].tolist(), response, strict=False):
-        total = math.fsum(map(math.exp, logits_V))
-        log_probs.append(logits_V[token] - math.log(total))
-        # H = log Z - sum p x
-        entropies.append(math.log(total) - math.fsum(x * math.exp(x) / total for x in logits_V))
+        exponentials = [math.exp(value) for value in logits_V]
+        total = math.fsum(exponentials)
+        log_probs.append(math.log(exponentials[token] / total))
+        entropies.append(
+            -math.fsum(value / total * math.log(value / total) for value in exponentials)
+        )
     return log_probs, entropies
