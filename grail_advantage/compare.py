@@ -223,17 +223,18 @@ td{padding:.2em .4em;text-align:right;border-bottom:1px solid gray}svg{width:100
 def drawn(rows: Sequence[Difference]) -> str:
     """An SVG of the difference by step, its interval a band around it."""
 
+    # One pair has no interval.
+    halves = [0 if math.isnan(row.half) else row.half for row in rows]
+    pairs = list(zip(rows, halves, strict=True))
+
     def line(sign: int) -> list[str]:
-        # One pair has no interval. An SVG's y grows downwards.
-        halves = [0 if math.isnan(row.half) else row.half for row in rows]
-        return [
-            f"{row.step},{-row.value - sign * half}" for row, half in zip(rows, halves, strict=True)
-        ]
+        # An SVG's y grows downwards.
+        return [f"{row.step},{-row.value - sign * half}" for row, half in pairs]
 
     first = rows[0].step
     last = rows[-1].step
     # A difference of 0, or a single step, has no extent.
-    top = max(abs(float(point.split(",")[1])) for point in line(1) + line(-1)) or 1
+    top = max(abs(row.value) + half for row, half in pairs) or 1
     edge = top / 0.9
     box = f"{first} {-edge} {last - first or 1} {2 * edge}"
     thin = 'vector-effect="non-scaling-stroke"'
