@@ -129,11 +129,11 @@ def _quantile(h: Tensor, m: Tensor, q: float, rule: str) -> Tensor:
     count = m.sum(-1, keepdim=True)
     last = (count - 1).clamp(min=0)
     s = torch.where(count > 0, torch.where(m, h, math.inf).sort(-1).values, 0.0)
-    if rule == "sorted":
-        # quantile=1 would be one past the last.
-        return s.gather(-1, torch.minimum((q * count.double()).long(), last))
     # Of scores 0, 0.5, 1 and q = 0.4 the place is 0.8, and the quantile 0.4.
     place = q * last.double()  # between two of the sorted scores
+    if rule == "sorted":
+        # quantile=1 would be one past the last.
+        place = torch.minimum((q * count.double()).floor(), last.double())
     index = place.long()
     below = s.gather(-1, index)
     above = s.gather(-1, torch.minimum(index + 1, last))
