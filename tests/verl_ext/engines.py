@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from verl.utils.profiler import DistProfiler
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 
-from grail_advantage.verl_ext.exchange import PLACES, build_request, nested, rows_of
+from grail_advantage.verl_ext.exchange import build_request, rows_of
 from grail_advantage.verl_ext.own_forward import OwnForward
 from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, UpdateReader, token_scores
 
@@ -72,6 +72,7 @@ def build_engine(setup: Setup, folder: Path) -> Any:
     """verl's engine, built as its ``TrainingWorker`` does."""
     if setup.attention == REFERENCE:
         install_reference()
+    # New weights of adapters are drawn.
     torch.manual_seed(0)
     lora = {}
     if setup.adapter:
@@ -89,6 +90,7 @@ def build_engine(setup: Setup, folder: Path) -> Any:
         fused_kernel_options={"impl_backend": setup.kernels},
         **lora,
     )
+    # In float32 rounding cannot hide a difference.
     precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     engine_config = FSDPEngineConfig(
         strategy=setup.strategy,
@@ -125,6 +127,7 @@ def attend(
 ) -> torch.Tensor:
     """Variable-length causal attention over packed rows, which begin where the position is 0; tensors (1, S, heads, dim).
     Without positions all is one row, as in flash attention."""
+    # Positions 0 1 2 0 1 are two responses: segments 1 1 1 2 2.
     segment_S = (
         torch.zeros(query.shape[1]) if position_ids is None else (position_ids[0] == 0).cumsum(0)
     )
@@ -146,11 +149,11 @@ def install_reference() -> None:
 
 def batch_of(rows: Sequence[dict[str, Any]], without: Collection[str] = (), **settings: Any) -> Any:
     """Responses as verl's workers get them."""
-    names = rows[0].keys() - {PLACES, *without}
-    fields = {name: nested([row[name] for row in rows]) for name in names}
-    if PLACES in rows[0]:
-        fields[PLACES] = torch.stack([row[PLACES] for row in rows])
-    return tu.get_tensordict(fields, non_tensor_dict=settings)
+    rows = [{name: row[name] for name in row if name not in without} for row in rows]
+    # Fields of different lengths become nested; the places, two numbers each, are stacked.
+    batch = tu.list_of_dict_to_tensordict(rows)
+    tu.assign_non_tensor(batch, **settings)
+    return batch
 
 
 def own_pass(
@@ -185,25 +188,25 @@ def whole_blocks(engine: Any) -> Iterator[list[int]]:
 
     def count(_gradient: torch.Tensor | None = None) -> None:
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
+        # FSDP2 frees a block by giving its storage back; the tensor stays.
         held.append(
             sum(weight is not None and weight.untyped_storage().size() > 0 for weight in full)
         )
 
-    def after(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
+    def watch(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(count)
 
-    handles = [block.mlp.register_forward_hook(after) for block in blocks]
-    try:
+    with ExitStack() as handles:
+        for block in blocks:
+            handles.callback(block.mlp.register_forward_hook(watch).remove)
         yield held
-    finally:
-        for handle in handles:
-            handle.remove()
     count()
 
 
 def training_worker(engine: Any) -> Any:
     """verl's training worker around an engine, without the process set-up of its constructor."""
+    # The constructor would join a process group and build an engine of its own.
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
     worker.engine = engine
     worker.engine_config = engine.engine_config

@@ -84,6 +84,7 @@ def row_of(
     ids = [encode(part) for part in ([parts] if isinstance(parts, str) else parts)]
     response_T = torch.tensor([token for part in ids for token in part])
     mask_T = torch.tensor([1 - place % 2 for place, part in enumerate(ids) for _ in part])
+    # verl puts the reward on the last token.
     rewards_T = torch.zeros(len(mask_T))
     rewards_T[-1] = reward
     return {
@@ -99,6 +100,7 @@ def row_of(
 
 def plain_rows() -> dict[str, dict[str, Any]]:
     """:data:`ROWS` by key, with :data:`FACTS`."""
+    # The data set has the field in every row, or in none.
     nothing = {name: {} for name in FACTS} | {"data_source": "gsm8k"}
     return {
         key: row_of(*contents, **(FACTS if key == "a_0_0" else nothing)) for key, *contents in ROWS
@@ -133,6 +135,7 @@ class Store:
     def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
         for name, column in fields.items():
             for key, value in zip(keys, column.unbind(), strict=True):
+                # A view would keep the whole column alive.
                 self.rows[key][name] = value.clone()
         return replace(self._batch, keys=keys)
 
@@ -165,6 +168,7 @@ def run_loss(
 ) -> None:
     """The worker's loss and its backward on log-probabilities of the responses, packed as verl's engine gives them: those of
     prompt and response, each at the position before its token."""
+    # Of 3 prompt and 2 response tokens, positions 2 and 3 predict the response; -1 stands at the others.
     packed = []
     for log_probs_T, (prompt, response) in zip(log_probs, lengths_of(data), strict=True):
         packed.append(torch.full((prompt + response,), -1.0))
@@ -229,6 +233,7 @@ class Workers:
         names = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
         names += [PLACES] * self.reads
         data = self.store.kv_batch_get(batch.keys, "train", names)
+        # verl's engine counts the generated tokens, those of rejected responses included.
         tokens = int(sum(self.store.rows[key]["loss_mask"].sum() for key in batch.keys))
         tu.assign_non_tensor(data, **batch.extra_info, dp_size=1, batch_num_tokens=tokens)
         places = [int(self.store.rows[key].get(PLACES, [0])[0]) for key in batch.keys]
@@ -259,11 +264,13 @@ class Workers:
             moved = [old_T + self.moved for old_T in part["old_log_probs"].unbind()]
             run_loss(worker, part, moved, scale)
         if self.scaler is not None:
+            # verl's optimiser step ends with another scale than the backward had.
             self.scaler.update(2 * self.scaler.get_scale())
 
     def take_received(self, number: str) -> list[Any]:
         try:
             return [self.reader.take(number), None]
+        # The worker hands an error over instead of raising it.
         except Exception as error:
             return [error]
 
@@ -297,6 +304,7 @@ class Step:
         config = verls_on_cpu(*options, *overrides)
         weighs = config.algorithm.adv_estimator in methods()
         cls = cls or get_trainer_cls(f"grail_{mode}" if weighs else mode)
+        # Constructors would start Ray and load the model: what the stages read is set one by one.
         self.trainer = trainer = cls.__new__(cls)
         trainer.config = config
         trainer.trainer_mode = mode
@@ -310,6 +318,7 @@ class Step:
         trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         if weighs:
             settings = replace(Settings.parse(config), method=method or Grail())
+            # A method may be an object that no option describes.
             with patch.object(Settings, "parse", lambda _config: settings):
                 trainer._read_settings(config)
             if settings.dump is not None:

@@ -74,7 +74,8 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
     deadline = time.monotonic() + LONGEST
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in processes]  # None of one that hangs
+    # None of a rank that hangs.
+    codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
     texts = [f"{log.name}: ...{log.read_text()[-3000:]}" for log in logs]
@@ -221,6 +222,7 @@ def pass_rows(name: str, rank: int, size: int) -> list[Row]:
     """The share of a data-parallel rank for a pass, prepared."""
     signal = OWN[name][0]
     if name in INFERENCE:
+        # Responses of a group meet on a rank; a copy that fills up belongs to none.
         odd = rank % 2
         groups = [rank, rank, rank, -1 if odd else rank]
         pairs = enumerate(zip(GROUPS[odd], groups, strict=True))
@@ -344,10 +346,15 @@ def update(
     settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "seed": 0, "epochs": epochs}
     settings |= dict.fromkeys(("global_batch_size", "mini_batch_size"), size)
     settings["dataloader_kwargs"] = {"shuffle": False}
-    asked_for = {"skipped": (LEAVE_OUT, True), "watched": (WATCHED, "1.0"), "reused": (REUSE, True)}
-    settings |= dict(setting for word, setting in asked_for.items() if word in mode)
-    # An update that reuses its own forward is sent no old log-probabilities.
-    batch = batch_of(rows, {"old_log_probs"} if "reused" in mode else (), **settings)
+    if "skipped" in mode:
+        settings[LEAVE_OUT] = True
+    if "watched" in mode:
+        settings[WATCHED] = "1.0"
+    without = []
+    if "reused" in mode:
+        settings[REUSE] = True
+        # They come from the update's own forward.
+        without = ["old_log_probs"]
     policy_loss = PolicyLossConfig(loss_mode=loss.pop("policy_loss"))
     options = {"loss_scale_factor": SCALE, "rollout_n": 2, "use_dynamic_bsz": True, **loss}
     actor = FSDPActorConfig(strategy="fsdp2", policy_loss=policy_loss, **options)
@@ -366,7 +373,7 @@ def update(
         return type(engine).optimizer_step(engine)
 
     with patch.object(engine, "optimizer_step", step):
-        output = worker.train_mini_batch(batch)
+        output = worker.train_mini_batch(batch_of(rows, without, **settings))
     handle.remove()
     assert worker.loss_fn is loss_fn
     steps = worker.update_reader.take("1.0") if "watched" in mode else None
@@ -414,10 +421,8 @@ class Rank:
     def _step(self, engine: Any, setup: Setup) -> float | None:
         """An optimiser step in two micro-batches. Its gradient norm, where verl gives it out."""
         share = BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel]
-        rows = [
-            response(torch.tensor(encode(rollout.prompt)), torch.tensor(encode(rollout.response)))
-            for rollout in share
-        ]
+        texts = [(encode(rollout.prompt), encode(rollout.response)) for rollout in share]
+        rows = [response(*map(torch.tensor, ids)) for ids in texts]
         Sizes(rows=len(rows) // 2).set(engine)
         done = update(training_worker(engine), rows, len(BATCH), policy_loss="gpg")
         return done["metrics"].get("grad_norm", [None])[0]
@@ -427,14 +432,17 @@ class Rank:
         return {"alone": self._steps(name, []), "after passes": self._steps(name, passes_of(name))}
 
     def _steps(self, name: str, passes: list[str]) -> dict[str, Any]:
+        # A fresh engine has the same weights: two of them differ by their passes alone.
         setup = SETUPS[name]
         engine = build_engine(setup, self.folder)
         values = {pass_name: self._own(engine, pass_name, setup) for pass_name in passes}
         merged = {}
         if setup.adapter:
+            # What verl sends to the rollout: the model with its adapter merged.
             weights, _ = engine.get_per_tensor_param()
             merged = {weight: value.clone() for weight, value in weights}
         norms = [self._step(engine, setup)]
+        # Between the two steps, which begin with the optimiser's state of the first.
         for pass_name in passes[-1:]:
             self._own(engine, pass_name, setup)
         norms.append(self._step(engine, setup))
@@ -478,8 +486,10 @@ class Rank:
             step.trainer.local_trigger_step = update
             return torch.cat(list(step.run().values()))
 
+        # The responses' log-probabilities stay, so that only a pass can tell the policies apart.
         results: dict[str, Any] = {"first": advantages(0)}
-        workers.save_model_to_cpu(0)  # as verl's trainer at the first update
+        # As verl's trainer at the first update.
+        workers.save_model_to_cpu(0)
         for _ in range(2):
             self._step(engine, setup)
         policies = [shards(engine)]
@@ -532,7 +542,8 @@ class Updates:
         self.engine = build_engine(setup, rank.folder)
         sizes.set(self.engine)
         for group in self.engine.optimizer.param_groups:
-            group["eps"] = 1e-3  # with a smaller one Adam makes a step of any rounding
+            # With a smaller one Adam makes a step of any rounding.
+            group["eps"] = 1e-3
             group["weight_decay"] = 0.1
         parameters = self.engine.module.parameters()
         self._parameters = [local(p).detach() for p in parameters if p.requires_grad]
@@ -542,6 +553,7 @@ class Updates:
         """Run one, and say what it did, with the parameters after it."""
         for parameter, value in zip(self._parameters, self._first, strict=True):
             parameter.copy_(value)
+        # Adam forgets its moments, too.
         self.engine.optimizer.state.clear()
         options = dict(zip(("policy_loss", "loss_agg_mode"), loss, strict=True))
         worker = training_worker(self.engine)
@@ -576,6 +588,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
 
 def main(part: str, rank: int, world_size: int, folder: Path) -> None:
     """Run a rank's experiments and save their results in the folder."""
+    # Threads that wait for cores of other ranks cost more than they compute.
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "cpu:gloo",
@@ -593,6 +606,7 @@ def main(part: str, rank: int, world_size: int, folder: Path) -> None:
             results[kind][name] = getattr(experiments, kind)(setup)
             gc.collect()
     torch.save(results, _result(folder, part, rank))
+    # A rank that is done waits for the others, whose collectives it may serve.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

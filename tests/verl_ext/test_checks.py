@@ -64,8 +64,6 @@ MEANINGLESS = {
     "algorithm.token_dump.every=10.0": "algorithm.token_dump.every=10.0",
     "algorithm.token_dump.every=0": "algorithm.token_dump.every=0",
     "algorithm.token_dump.responses=many": "algorithm.token_dump.responses='many'",
-    "algorithm.token_weights.base=grail": "token_weights.base=grail",
-    "algorithm.token_weights.base=rlo": "token_weights.base=rlo",
 }
 """Overrides that mean nothing, and words of the refusal."""
 FOREIGN = """
@@ -204,17 +202,17 @@ def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(engine: str) -
     assert config.trainer.v1.trainer_mode == "grail_sync"
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "variant"),
-    # The trainer with GPUs runs OAR-G as GRAIL's authors did.
-    [("grail_trainer", "gradient", "grail_port"), ("cpu_trainer", "perturbation", "official")],
-)
-def test_yaml_names_every_option_with_its_default(name: str, method: str, variant: str) -> None:
-    config = compose(name, [f"{METHOD}=oar_{method[0]}"])
-    assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
-    assert Settings.parse(config).method == Oar(method, variant=variant)
-    options = OmegaConf.to_container(config.algorithm.grail)
-    assert Grail(**options) == Grail() and set(options) == set(Grail.model_fields)
+def test_yaml_names_every_option_with_its_default() -> None:
+    # With GPUs OAR-G runs as GRAIL's authors ran it.
+    for name, method in (
+        ("grail_trainer", Oar("gradient", variant="grail_port")),
+        ("cpu_trainer", Oar("perturbation")),
+    ):
+        config = compose(name, [f"{METHOD}={method.name}"])
+        assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
+        assert Settings.parse(config).method == method
+    options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
+    assert Grail(**options) == Grail("robust") and set(options) == set(Grail.model_fields)
 
 
 def test_options_come_from_the_methods_section() -> None:
@@ -349,27 +347,6 @@ def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stock", "override", "dry_run"),
-    [
-        (False, "algorithm.grail.weight_std=0", "1"),
-        (False, f"{ACTOR}.policy_loss.loss_mode=geo_mean", "0"),
-        (True, f"{MODE}=mine", "0"),
-    ],
-)
-def test_refused_before_ray_starts(
-    stock: bool, override: str, dry_run: str, tmp_path: Path
-) -> None:
-    """In a dry run too, and by verl's own configuration."""
-    command = (
-        [*STOCK, f"hydra.run.dir={tmp_path}"] if stock else [*RECIPE, f"run.folder={tmp_path}"]
-    )
-    done = _main(*command, override, DRY_RUN=dry_run)
-    assert done.returncode != 0
-    assert f"ValueError: {override.removeprefix('algorithm.')}" in done.stderr
-
-
-@pytest.mark.slow
 def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_section(
     tmp_path: Path,
 ) -> None:
@@ -378,17 +355,33 @@ def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_secti
     row = {"prompt": prompt, "reward_model": {"ground_truth": "4"}}
     pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "gsm8k.parquet")
     data = f"data.train_files={tmp_path}/gsm8k.parquet"
-    command = (*STOCK, f"hydra.run.dir={tmp_path}", data)
-    warning = "3 of 3 rows have #### in them, and none the format boxed; is ++algorithm.token_weights.answer=hashes meant?"
-    # Only GRAIL reads answers.
-    for name, option, warned in (("turn_rloo", "mask_truncated", False), ("grail", "gate", True)):
-        done = _main(*command, f"{METHOD}={name}", DRY_RUN="1")
-        assert done.returncode == 0, done.stderr
-        printed = yaml.safe_load(done.stdout)["algorithm"]
-        assert printed[name][option] == methods()[name].model_fields[option].default
-        assert printed["token_weights"]["answer"] == "boxed"
-        assert "loss_agg_mode" in done.stderr
-        assert (warning in done.stderr) == warned
+    done = _main(*STOCK, f"hydra.run.dir={tmp_path}", data, DRY_RUN="1")
+    assert done.returncode == 0, done.stderr
+    printed = yaml.safe_load(done.stdout)["algorithm"]
+    assert printed["grail"]["preset"] == "official"
+    assert printed["token_weights"]["answer"] == "boxed"
+    assert "loss_agg_mode" in done.stderr
+    assert "3 of 3 rows have #### in them, and none the format boxed" in done.stderr
+    assert "is ++algorithm.token_weights.answer=hashes meant?" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "override", "dry_run"),
+    [
+        (RECIPE, "algorithm.grail.weight_std=0", "1"),
+        (RECIPE, f"{ACTOR}.policy_loss.loss_mode=geo_mean", "0"),
+        (STOCK, f"{MODE}=mine", "0"),
+    ],
+)
+def test_refused_before_ray_starts(
+    command: tuple[str, ...], override: str, dry_run: str, tmp_path: Path
+) -> None:
+    """In a dry run too, and by verl's own configuration."""
+    folder = f"hydra.run.dir={tmp_path}" if command is STOCK else f"run.folder={tmp_path}"
+    done = _main(*command, folder, override, DRY_RUN=dry_run)
+    message = f"ValueError: {override.removeprefix('algorithm.')}"
+    assert done.returncode != 0 and message in done.stderr
 
 
 def test_a_dry_run_is_for_methods(monkeypatch: pytest.MonkeyPatch) -> None:

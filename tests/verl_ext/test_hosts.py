@@ -24,8 +24,10 @@ from tests import hosts
 from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.verl_ext.one_step import Step, Store, row_of
 
-STEP = 3  # not that of any default
-SAMPLED = -0.25  # log-probability of every token by the engine that sampled it
+# Not that of any default.
+STEP = 3
+# Log-probability of every token by the engine that sampled it.
+SAMPLED = -0.25
 JUDGED = [row for row, response in enumerate(hosts.RESPONSES) if math.isfinite(response.reward)]
 """verl trains nothing of a group in which a reward is not finite, so here all are."""
 RESPONSES = [hosts.RESPONSES[row] for row in JUDGED]
@@ -85,6 +87,7 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
         f"data.max_response_length={hosts.LIMIT}",
     ]
     step = Step(*options, method=signal, rows=rows, workers=ModelWorkers, folder=folder)
+    # Only the length limit truncates.
     step.trainer._context_length = 1000
     step.trainer.global_steps = STEP
     advantages = step.run()
@@ -99,6 +102,7 @@ def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     rollouts = hosts.plain_rollouts().part(JUDGED)
     rewards = [list(response.tool_rewards) for response in RESPONSES]
     labels = [{"turn_rewards": of_turns} if of_turns else {} for of_turns in rewards]
+    # Rejection sampling takes a response out of the mask; its tokens stay.
     mask = rollouts.mask.clone()
     if rejected is not None:
         mask[rejected] = False

@@ -61,7 +61,8 @@ def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step("algorithm.token_weights.answer=hashes", rows=rows)
     assert uneven(step.run()) == INCORRECT and step.metrics["grail/answer_found_rate"] == 5 / 6
     monkeypatch.setattr("grail_advantage.answers.missing.ENOUGH", len(ROWS))
-    with pytest.raises(ValueError, match="answer"):  # the default format finds none
+    # The default format finds none.
+    with pytest.raises(ValueError, match="answer"):
         Step(rows=rows).run()
 
 
@@ -118,6 +119,7 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
     advantages = step.run()
     untouched = scored([1.0, 0.0, 0.0, 1.0]).run()
     for key, value in zip(advantages, expected, strict=False):
+        # What cannot be compared trains nothing.
         trained = 0.0 if math.isnan(value) else value
         torch.testing.assert_close(advantages[key], torch.full_like(advantages[key], trained))
     assert all(torch.equal(advantages[key], untouched[key]) for key in advantages if key[0] == "b")

@@ -75,7 +75,8 @@ def steps_of(folder: Path, *overrides: str, **how: Any) -> list[Step]:
         options = (f"{ROLLOUT}.calculate_log_probs=true", *overrides)
         step = Step(*options, workers=OneForward, folder=folder / str(reuses), **how)
         step.trainer._reuses = reuses
-        for row in step.store.rows.values():  # another sampler than the policy
+        # Another sampler than the policy.
+        for row in step.store.rows.values():
             row["rollout_log_probs"] = -0.2 - (row["responses"] * 7 % 11) / 10
         steps.append(step)
     return steps
@@ -89,6 +90,7 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path) -> 
         step.trainer._skips = skips
         dumps.append(step.train())
     assert (verl.workers.forwards, reused.workers.forwards) == (1, 0)
+    # The trainer sends none where the update finds them itself.
     assert verl.workers.had_old_log_probs and not reused.workers.had_old_log_probs
     assert reused.metrics["receipt/findings"] == reused.metrics["token_dump/failed_files"] == 0
     for expected, row in zip(*dumps, strict=True):
@@ -144,6 +146,7 @@ def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path)
         setattr(step.workers, name, lambda number, name=name: saved.append((name, number)))
     step.run()
     assert step.workers.forwards == 0 and saved == [("save_model_to_cpu", 0)]
+    # The second update of the step: the policy has moved on, so verl's forward runs.
     step.trainer.local_trigger_step = 1
     step.run()
     assert step.workers.forwards == 1

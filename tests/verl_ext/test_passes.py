@@ -7,6 +7,7 @@ all-to-all, as flash attention has no CPU build; that kernel itself is tested wh
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,19 @@ from tests.verl_ext.ranks import FAMILIES, OWN, SETUPS, Results, Setup, start_ra
 pytestmark = pytest.mark.slow
 
 
+@dataclass
 class Measured:
     """What the ranks measured, started for their number when it is asked for first, and the plain models."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._models = ranks.write_models(folder)
-        self._results: dict[int, list[Results]] = {}
+    folder: Path
+    models: dict[str, PreTrainedModel]
+    results: dict[int, list[Results]] = field(default_factory=dict)
 
     def of(self, kind: str, name: str, size: int = 2) -> list[Any]:
         """The results of all ranks."""
-        if size not in self._results:
-            self._results[size] = start_ranks(str(size), self._folder, size)
-        return [result[kind][name] for result in self._results[size]]
-
-    def model(self, setup: Setup) -> PreTrainedModel:
-        return self._models[setup.adapter or setup.model]
+        if size not in self.results:
+            self.results[size] = start_ranks(str(size), self.folder, size)
+        return [result[kind][name] for result in self.results[size]]
 
 
 def check(
@@ -58,20 +56,23 @@ def check(
     rtol = 1e-4
     if isinstance(signal, Oar):
         rtol = {"gradient": 5e-3, "perturbation": 5e-4}[signal.method]
-    for column, attribute in {"scores": "scores", "gradient_norm": "norms"}.items():
-        for actual_T, row_scores in zip(measured.get(column, []), expected, strict=False):
-            expected_T = getattr(row_scores, attribute).float()
-            atol = rtol * float(expected_T.nan_to_num().abs().max()) if len(expected_T) else 0.0
+    columns = {"scores": [row_scores.scores for row_scores in expected]}
+    if "gradient_norm" in measured:
+        columns["gradient_norm"] = [row_scores.norms for row_scores in expected]
+    for column, values in columns.items():
+        for actual_T, expected_T in zip(measured[column], values, strict=True):
+            count = len(expected_T)
+            atol = rtol * float(expected_T.nan_to_num().abs().max()) if count else 0.0
             close = {"rtol": rtol, "atol": atol, "equal_nan": True}
-            torch.testing.assert_close(actual_T[: len(expected_T)], expected_T, **close)
-            assert not actual_T[
-                len(expected_T) :
-            ].any()  # of the last token, which predicts nothing
+            torch.testing.assert_close(actual_T[:count], expected_T.float(), **close)
+            # The last token predicts nothing.
+            assert not actual_T[count:].any()
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return Measured(tmp_path_factory.mktemp("passes"))
+    folder = tmp_path_factory.mktemp("passes")
+    return Measured(folder, ranks.write_models(folder))
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -82,7 +83,8 @@ class TestEverySetup:
             later = result["after passes"]
             assert list(later["own"]) == ranks.passes_of(name) and later["enabled"]
             for pass_name, values in later["own"].items():
-                check(measured.model(setup), setup, pass_name, rank, values)
+                model = measured.models[setup.adapter or setup.model]
+                check(model, setup, pass_name, rank, values)
 
     def test_they_leave_nothing_that_the_next_optimiser_steps_see(
         self, measured: Measured, name: str
@@ -90,6 +92,7 @@ class TestEverySetup:
         """Bit for bit, as the same kernels run in the same order, dropout and all; so is what an adapter is merged to."""
         results = measured.of("passes", name, SETUPS[name].ranks)
         for alone, later in [(result["alone"], result["after passes"]) for result in results]:
+            # An optimiser step before the passes is the same, and so is one after a pass in between.
             assert alone["norms"] == later["norms"]
             assert all(norm is None or norm > 0 for norm in alone["norms"])
             assert all(map(torch.equal, alone["final"], later["final"]))
@@ -99,6 +102,7 @@ class TestEverySetup:
                 torch.equal(alone["merged"][path], later["merged"][path])
                 for path in alone["merged"]
             )
+        # verl gives the norm out on one rank of a sequence-parallel group.
         assert any(norm for result in results for norm in result["alone"]["norms"])
 
 
@@ -129,7 +133,8 @@ def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(
 def test_whole_blocks_are_as_few_as_in_training(measured: Measured) -> None:
     for result in measured.of("held", "fsdp2"):
         limit = max(result["training"])
-        assert limit < 4  # training does not hold the whole model
+        # Training does not hold the whole model, which has four blocks.
+        assert limit < 4
         assert all(0 < max(held) <= limit and held[-1] == 0 for held in result.values())
 
 
@@ -143,6 +148,7 @@ def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(
         first = result["first"]
         torch.testing.assert_close(result["decoupled"], first, rtol=2e-4, atol=1e-6)
         assert not torch.allclose(result["bypass"], first, rtol=1e-2)
+        # After the update, after a step in bypass mode, and after one whose pass failed.
         moved, *policies = result["policies"]
         assert all(all(map(torch.equal, moved, policy)) for policy in policies)
         assert result["kept"] == [0]

@@ -81,6 +81,7 @@ class Older(Step):
         tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
         for name in ("token_level_scores", "token_level_rewards"):
             tensors[name] = tensors["rm_scores"]
+        # The older trainer hands on what the model wrote under a name of this package.
         written = tensors.pop("loss_mask")
         tensors["old_log_probs"] = -(0.1 + 0.01 * self.workers.updated) * written
         for name, values in {WRITTEN: written, ENTROPY: 0.1 * written}.items():
@@ -197,6 +198,7 @@ def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path) -
     """verl takes it out of the batch before the rollout; the next step has other prompts, and values of its own."""
     older = Older(tmp_path, ByData())
     plain = Older(tmp_path, build("uniform")).run()
+    # With the first step's column the second step would multiply by 2, too.
     for weight in (2.0, 3.0):
         for key, row in older.store.rows.items():
             row["uid"] = f"{key[0]}{weight}"
@@ -218,6 +220,7 @@ def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
         trainer.train_dataloader = StatefulDataLoader([0] * 9)
         trainer._load_checkpoint()
         assert trainer.global_steps == older.workers.updated == resumed and not trainer._skips
+        # The first life makes steps 1 to 3, the second one 2 and 3 from the checkpoint after step 1.
         for trainer.global_steps in range(1 + resumed, 4):
             older.run()
             metrics = older.metrics

@@ -119,16 +119,19 @@ def test_without_zero_advantage_responses_it_is_the_same_update(
                 _assert_close(*gradients)
                 assert trains_here or not any(values.any() for values in gradients[0])
             _assert_close(skipped["parameters"], verl["parameters"])
+            # Fewer tokens went through the model.
             assert skipped["positions"] < 0.75 * verl["positions"]
             actual = skipped["metrics"]
             expected = verl["metrics"]
             assert actual.keys() == expected.keys()
-            if actual:  # verl collects them from one rank of those with the same responses
+            # verl collects them from one rank of those with the same responses.
+            if actual:
                 for name in ("grad_norm", "loss"):
                     close = pytest.approx(expected[name], rel=1e-4, abs=1e-4)
                     assert actual[name] == close, loss
                 assert [norm > 0 for norm in expected["grad_norm"]] == trained
-                assert actual.get("actor/ppo_kl", [0, 0])[1] == 0  # of no response
+                # The second mini-batch is one filler on each rank, whose ratio is 1.
+                assert actual.get("actor/ppo_kl", [0, 0])[1] == 0
 
 
 @pytest.mark.parametrize("setup", UPDATES)
@@ -185,6 +188,7 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(
         for b, number in enumerate(numbers):
             expected_UB[number::3, b] = mode == "watched" or trained[b]
         assert torch.equal(held_UBT.any(dim=2), expected_UB), (loss, mode)
+        # And each token received its weight times the slope of the loss.
         received = receipt.received_UBT[held_UBT]
         expected = receipt.expected_UBT[held_UBT]
         torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-5)
@@ -209,6 +213,7 @@ def test_the_updates_own_forward_gives_the_old_log_probabilities(
                 _assert_close(*gradients)
             _assert_close(reused["parameters"], verl["parameters"])
             if reused["metrics"]:
+                # In the first epoch the ratio is 1, as the old log-probabilities are its own.
                 ratios = reused["metrics"]["actor/ppo_kl"]
                 assert len(ratios) >= epochs and ratios[0] == 0 and (epochs == 1 or any(ratios))
                 assert "actor/entropy_loss" not in reused["metrics"]

@@ -33,22 +33,20 @@ def mini_batch(advantages: Sequence[Sequence[float]], **settings: Any) -> Any:
     masks = [torch.ones(length, dtype=torch.int64) for length in RESPONSES]
     masks[3][1] = 0
     totals = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
-    lengths = {100: PROMPTS, 200: RESPONSES, 1000: totals}
-    ids = {
-        start: [torch.arange(length) + start * row for row, length in enumerate(of_rows, start=1)]
-        for start, of_rows in lengths.items()
-    }
+
+    def ids(start: int, lengths: Sequence[int]) -> list[torch.Tensor]:
+        return [torch.arange(length) + start * row for row, length in enumerate(lengths, start=1)]
+
     columns = {
-        "prompts": ids[100],
-        "responses": ids[200],
-        "input_ids": ids[1000],
-        "position_ids": map(torch.arange, totals),
+        "prompts": ids(100, PROMPTS),
+        "responses": ids(200, RESPONSES),
+        "input_ids": ids(1000, totals),
+        "position_ids": ids(0, totals),
         "response_mask": masks,
         "loss_mask": masks,
-        "old_log_probs": [-torch.ones(length) for length in RESPONSES],
-        "advantages": map(torch.tensor, advantages),
+        "advantages": list(map(torch.tensor, advantages)),
     }
-    fields = {name: nested(list(values)) for name, values in columns.items()}
+    fields = {name: nested(values) for name, values in columns.items()}
     return tu.get_tensordict(fields, non_tensor_dict=settings)
 
 
@@ -100,7 +98,6 @@ def test_rows_and_fillers(leave_out: Any) -> None:
         "input_ids": (list(range(1000, 1007)), list(range(3000, 3009)), [1000, 1001]),
         "position_ids": (list(range(7)), list(range(9)), [0, 1]),
         "response_mask": ([1] * 4, [1] * 5, [0]),
-        "old_log_probs": ([-1.0] * 4, [-1.0] * 5, [0.0]),
         "advantages": (ADVANTAGES[0], ADVANTAGES[2], [0.0]),
     }
     for name, (first, second, filler) in columns.items():
