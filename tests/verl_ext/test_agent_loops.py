@@ -87,6 +87,7 @@ def test_calls_that_end_in_another_order_and_tools_without_a_reward(
         await asyncio.sleep(0.05 * len(rewards))
         return response, reward, rest
 
+    # The first call of the first turn ends last.
     monkeypatch.setattr(ToolAgentLoop, "_call_tool", late)
     output = output_of([FIRST + SECOND, SECOND, BOX], loop_class=TurnToolAgent, calls=2)
     assert output.extra_fields["call_rewards"] == [[0.25, None], [-1.0]]
@@ -118,6 +119,7 @@ def test_the_loop_and_its_rewards_have_the_same_turns(
     """The score is their sum, a response ends where it is full, and the command's method sees what follows each turn."""
     (entry,) = yaml.safe_load((FOLDER / "my_loop.yaml").read_text())
     assert entry == {"_target_": "my_loop.CheckAgain", "name": "check_again"}
+    # The loop asks again until the model says yes.
     loop = _module("my_loop").CheckAgain
     output, _ = run_loop(build_tokenizer(), [*turns, "yes"], length=limit, loop_class=loop)
     compute_score = _module("my_reward").compute_score
@@ -130,6 +132,7 @@ def test_the_loop_and_its_rewards_have_the_same_turns(
     assert rewards == [*worth, *[0.0] * (len(rewards) - len(worth))]
     assert sum(rewards) == judged["score"]
     command = (FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " ")
+    # Without the shebang and the comment in front.
     words = shlex.split(command)
     assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
     method = check_config(compose("ppo_trainer", words[4:-1], VERL)).method
@@ -142,5 +145,6 @@ def test_the_loop_and_its_rewards_have_the_same_turns(
         rewards=torch.tensor([judged["score"]]),
         fields={"turn_rewards": [rewards]},
     )
+    # A turn's score is the sum of the rewards from it on.
     scores = method.scores(rollouts, None)[mask_BT].unique_consecutive()
     assert set(scores.tolist()) == {sum(rewards[turn:]) for turn in range(len(rewards))}

@@ -161,6 +161,7 @@ def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl()
     config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz = True
     verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
     assert config.trainer.v1.trainer_mode == "sync"
+    # Near enough to a name to look misspelt, and yet somebody's own.
     for name in FOREIGN.split():
         checks.check_spelling(name)
     for case in MISSPELT.split():
@@ -195,6 +196,7 @@ def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(engine: str) -
     config = compose("ppo_trainer", [*ENGINES[engine], *REQUIRED, f"{MODEL}.path=nowhere"], VERL)
     with open_dict(config):
         config.algorithm.adv_estimator = "grail"
+    # GRAIL has a pass through the model, uniform has none.
     with pytest.raises(ValueError, match=f"strategy={engine} .*fsdp"):
         prepare_run(config)
     config.algorithm.adv_estimator = "uniform"
@@ -226,6 +228,7 @@ def test_options_come_from_the_methods_section() -> None:
     for name in METHODS:
         for section in ({}, {methods()[name].section: None}, algorithm_sections()):
             assert parsed(name, **section) == build(name)
+    # verl's own estimators are no methods.
     assert parsed("grpo") is None
 
 
@@ -239,6 +242,7 @@ def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
     words = f"{MODEL}.{option}= answers.tokenizers"
     _refused(*overrides, f"++{MODEL}.{option}={broken}", words=words)
     save_repaired(str(broken), str(tmp_path / "repaired"))
+    # The repaired one goes before the model's own.
     prepare(_compose(*overrides, f"++{MODEL}.tokenizer_path={tmp_path / 'repaired'}"))
 
 
@@ -281,6 +285,7 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     _refused(words="AutoModelForCausalLMWithValueHead")
+    # The class has had two places.
     for place in ("__init__.py", "experimental/ppo/__init__.py"):
         (package / place).write_text("from .modeling import AutoModelForCausalLMWithValueHead\n")
         check_trl()
@@ -289,6 +294,7 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(
 
 def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(checks.ANY_VERL, raising=False)
+    # A local version is another build of the same source.
     for accepted in ("0.9.1", "0.9.1+cpu"):
         checks.check_verl_version(accepted)
     for refused in ("0.9.0", "0.9.10", "0.9.1.dev0", "1.0"):
@@ -302,6 +308,7 @@ def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verls_own_command_locks_the_dumps_folder(tmp_path: Path) -> None:
     """A second start there is refused while the first lives, before verl goes on."""
     overrides = [f"{METHOD}=grail", f"++{DUMP_FOLDER}={tmp_path}", *REQUIRED]
+    # The lock is this process's; another one asks for it.
     start_run(compose("ppo_trainer", overrides, VERL), lambda: None)
     try:
         hold = "import sys, pathlib; from grail_advantage.locks import hold; hold(pathlib.Path(sys.argv[1]), '', 'option')"

@@ -90,6 +90,7 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
     # Only the length limit truncates.
     step.trainer._context_length = 1000
     step.trainer.global_steps = STEP
+    # The dump holds what the update gets.
     advantages = step.run()
     assert step.metrics["token_dump/failed_files"] == 0
     table = hosts.dumped_table(folder)

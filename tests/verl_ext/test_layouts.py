@@ -97,10 +97,12 @@ def results_of(name: str) -> list[tuple[Rows, dict[str, Any]]]:
 
 def weights_of(row: dict[str, Any], mask_T: torch.Tensor, advantage: float) -> torch.Tensor:
     """Of the tokens that train, by the plain computation, which has not seen a tool's tokens, but for their positions."""
+    # The method sees what the model wrote; rejection takes tokens out of the weights alone.
     written_T = row["loss_mask"].bool()
     trains = mask_T[written_T].tolist()
     text = "".join(id_to_character()[token] for token in row["responses"][written_T].tolist())
     spans = [tuple(sum(trains[:at]) for at in span) for span in reference.boxed_spans(text)]
+    # The made-up saliency is a figure of each token and its position.
     tokens_S = torch.cat([row["prompts"], row["responses"]])
     scores_T = made_up_saliency(tokens_S, TEMPERATURE, STEP)[len(row["prompts"]) :][mask_T]
     options = reference.resolve("robust", gate="all")
@@ -114,6 +116,7 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -
     (verls, verls_metrics), (ours, metrics) = results_of(name)
     moved = 0
     lost = 0
+    # A response of which rejection sampling drops tokens has another mask than it had.
     for key, row in verls.items():
         mask_T = row["response_mask"].bool()
         advantages_T = ours[key]["advantages"]
@@ -129,6 +132,7 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -
         assert row.keys() == ours[key].keys()
         for column in row.keys() - {"advantages", "returns", "uid"}:
             assert torch.equal(row[column], ours[key][column]), column
+    # Responses without an answer, or with the advantage 0, have weights of 1.
     assert moved >= 3 and not ours[PADDING]["advantages"].any()
     assert lost >= LEAST_LOST.get(name, 0) and bool(lost) == (name in LEAST_LOST)
     assert {metric: metrics[metric] for metric in verls_metrics} == verls_metrics

@@ -136,6 +136,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         run.end(BOUND)
     finally:
         run.kill_all()
+    # What the first life wrote, as the second one will write over it.
     uninterrupted = tmp_path_factory.mktemp("uninterrupted")
     for name in ("metrics.jsonl", "dump"):
         copy = shutil.copytree if (folder / name).is_dir() else shutil.copy
@@ -189,6 +190,7 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
         signal,
         temperature=TEMPERATURE,
         step=rows[0].step,
+        # Responses to one prompt have the place of its first one.
         groups=torch.tensor([numbers.index(number) for number in numbers]),
         examples=[Example(whole_run.messages_of(number), data, {}) for number in numbers],
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
@@ -256,6 +258,7 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> 
     for first, second in zip(*lives, strict=True):
         assert first["data"].keys() == second["data"].keys()
         names = {name for name in first["data"] if not NOT_THE_SAME.search(name)}
+        # Without timings and vLLM's own log-probabilities.
         assert len(names) > 50
         assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= names
         assert any(name.endswith("/advantage_scale") for name in names)

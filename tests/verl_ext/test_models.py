@@ -26,6 +26,7 @@ def test_scores_and_weights_are_those_of_plain_autograd(name: str) -> None:
     model = ARCHITECTURES[name].build().eval()
     batch = make_batch(BATCH, "both")
     result = compute_token_weights(model, char_tokenizer(), *batch.tensors(), Grail(**OPTIONS))
+    # It has the same weights in float64.
     plain = reference.PlainModel(model)
     moved = 0
     for at, rollout in enumerate(BATCH):
@@ -37,6 +38,7 @@ def test_scores_and_weights_are_those_of_plain_autograd(name: str) -> None:
         for column in ("scores", "weights"):
             actual_T = getattr(result, column)[at, batch.response_mask[at].bool()]
             expected_T = torch.tensor(getattr(expected, column)[0][start:])
+            # A score that is small beside the largest has few exact digits.
             atol = 1e-4 * float(expected_T.nan_to_num().abs().max())
             torch.testing.assert_close(actual_T, expected_T, rtol=0, atol=atol, equal_nan=True)
         moved += len(set(expected.weights[0][start:])) > 3

@@ -83,6 +83,7 @@ class OtherAdvantages(TokenWeightTrainer, NegativeAdvantages):
 def test_a_trainers_own_advantages_have_the_last_word() -> None:
     step = Step(cls=OtherAdvantages)
     advantages = step.run()
+    # GRAIL weights responses with a negative advantage.
     correct = {key for key, *_, reward in ROWS if reward}
     assert uneven(advantages) == correct and all((advantages[key] < 0).all() for key in correct)
     assert len(step.workers.own) == len(correct)
@@ -211,6 +212,7 @@ def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
     in_half_precision = Finding(0.05, HALF_LIMIT, "alone")
     depends = Finding(1e-3, LIMIT, "alone")
     for second, leaves_out in ((in_half_precision, True), (depends, False)):
+        # Each of two ranks answers.
         probe = Mock(return_value=[in_half_precision, second])
         step = Step(f"{SKIP}=auto", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.max_model_len=70")
         step.trainer._model_config = LlamaConfig()

@@ -113,6 +113,7 @@ def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     _, reused = steps_of(tmp_path)
     reused.train()
     differences = []
+    # By hand: the difference of both probabilities of each token.
     for row in reused.store.rows.values():
         policy_T = log_probs_of(row)[len(row["prompts"]) - 1 : -1]
         differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())
@@ -156,6 +157,7 @@ def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path)
 def test_the_recipe_takes_it(method: str) -> None:
     config = compose("grail_trainer", [f"algorithm.adv_estimator={method}"])
     settings = parsed(config)
+    # The probe has found responses alone, so that the update may run without verl's forward.
     assert settings[OPTION] == "auto" and why_not_reuse(settings, probe=lambda: SAME) == ""
     assert why_not_reuse(settings, probe=lambda: DRAWS), "dropout, or a router that draws"
 

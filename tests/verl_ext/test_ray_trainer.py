@@ -23,7 +23,6 @@ from grail_advantage.method import build
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.patches import advantages_by
 from grail_advantage.verl_ext.ray_trainer import WRITTEN, TokenWeightRayTrainer
-from tests.verl_ext import whole_run
 from tests.verl_ext.one_step import FACTS, Step, Workers, same
 
 Rows = dict[str, dict[str, Any]]
@@ -229,29 +228,3 @@ def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
                 trainer._save_checkpoint()
         lives.append([repr(tables_of(tmp_path / "dump", step)) for step in (1, 2, 3)])
     assert lives[0] == lives[1] and lives[0][1] != lives[0][2] and "received" in lives[0][1]
-
-
-@pytest.mark.nightly
-def test_a_whole_run(tmp_path: Path) -> None:
-    """By verl's own command, stopped after a step and resumed: the weights are those of the plain computation, and arrive."""
-    overrides = [
-        "trainer.use_v1=False",
-        "algorithm.adv_estimator=grail",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.rollout.n=8",
-        "trainer.total_epochs=100",
-        "trainer.save_freq=1",
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-    ]
-    for step in (1, 2):
-        options = [*overrides, f"trainer.total_training_steps={step}"]
-        run = whole_run.run(tmp_path, options, rows=8, stock=True)
-        rows = run.dump(step)
-        metrics = run.metrics(step)
-        assert metrics["receipt/findings"] == metrics["token_dump/failed_files"] == 0
-        assert len(rows) == 32 and any(len(set(row.weight_T.tolist())) > 2 for row in rows)
-        for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):
-            assert row.weight_T == pytest.approx(weights_T.numpy(), rel=1e-4)
-            assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)

@@ -63,6 +63,7 @@ def settings_of(mode: str, choice: dict[str, Any]) -> tuple[Loss, ActorConfig]:
     overrides = [f"{ACTOR}.{name}={value}" for name, value in (OPTIONS | options).items()]
     config = compose("ppo_trainer", [*overrides, "algorithm.adv_estimator=uniform"], VERL)
     loss = loss_of(Settings.parse(config))
+    # verl sets it where it starts the workers.
     config.actor_rollout_ref.actor.rollout_n = 4
     return loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
@@ -142,6 +143,7 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, Any]]:
     options = {name: choice[name] for name in ("ranks", "updates", "epochs", "token_advantages")}
     source = rollout(seed, **options, weights=choice["weights"] and mode != "dro")
     batch = source.batch
+    # These losses have a gradient without an advantage.
     skips = choice["skips"] and choice["kl_loss_type"] is None and mode not in ("dro", "kl_cov")
     trains = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
     if choice["kl_loss_type"] is None:
@@ -163,7 +165,9 @@ def test_no_false_alarm(mode: str) -> None:
         assert received.abs().max() > 0.1
         clipped += float(receipt.clipped_BT.nansum())
         choices.update(choice.items())
+    # Every value of the first choices, and a few kinds of KL.
     assert len(choices) >= 2 * 10 + 5 + 2, choices
+    # The other losses have no bound.
     assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), clipped
 
 
@@ -174,6 +178,7 @@ def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
     """The means of micro-batches are summed; after rejection (of each third response) all generated tokens divide."""
     source = rollout(5, token_advantages=False, ties=True, even=True)
     generated_BT = source.batch.mask_BT
+    # The mask loses responses 0, 3 and 6; their tokens still count in the divisor.
     kept_B = (torch.arange(len(generated_BT)) % 3 > 0) | (mode == "geo_mean")
     mask_BT = generated_BT & kept_B[:, None]
     changes = {"mask_BT": mask_BT, "advantages_BT": source.batch.advantages_BT * mask_BT}
@@ -183,6 +188,7 @@ def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
     receipt = receipt_of(source, mode, choice, nobody_B, generated_BT)
     assert names(receipt.findings) == ["scaled"]
     factor = float(mask_BT.sum() / generated_BT.sum())
+    # Each micro-batch of two adds a mean of its own.
     if mode == "geo_mean":
         factor = len(source.plan[0])
     (finding, *_) = receipt.findings

@@ -116,6 +116,7 @@ def _overridden(house: str) -> dict[str, str]:
     entries: dict[str, str] = {}
     package = HOUSES[house]
     for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        # A class of Ray actors hides the class that it was made of.
         for cls in map(_unwrapped, vars(importlib.import_module(info.name)).values()):
             if not inspect.isclass(cls) or not cls.__module__.startswith(package):
                 continue

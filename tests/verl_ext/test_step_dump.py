@@ -288,6 +288,7 @@ class TestReceived:
         step = Step(folder=tmp_path)
         setattr(step.workers, field, value)
         step.train()
+        # One finding, in the one receipt.
         ((finding,),) = (header["findings"] for header in read_dump(tmp_path).receipts())
         assert finding["name"] == name and step.metrics["receipt/findings"] == 1
         assert finding["examples"][0][0] in KEYS
@@ -308,6 +309,7 @@ class TestReceived:
         for row in step.store.rows.values():
             row["old_log_probs"] = row["rollout_log_probs"]
         step.workers.moved = 0.1
+        # As if other updates of the step had come before.
         step.trainer.local_trigger_step = number
         rows = step.train()
         assert step.metrics["receipt/findings"] == findings
@@ -351,6 +353,7 @@ class TestReceived:
         step.train()
         assert step.trainer._dump.steps.failed == 1 and step.metrics["receipt/findings"] == 0
         assert [header["step"] for header in read_dump(tmp_path).receipts()] == [2]
+        # The trainer has taken it already.
         assert isinstance(step.workers.take_received("2.0")[0], RuntimeError)
 
     def test_part_of_the_responses_are_written_and_all_count(self, tmp_path: Path) -> None:

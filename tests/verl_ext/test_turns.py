@@ -50,6 +50,7 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
     step = _step("turn_rloo")
     for row in step.store.rows.values():
         judged = row["extra_fields"]["tool_rewards"]
+        # Those of the agent loop would give other advantages.
         row["extra_fields"]["tool_rewards"] = [9.0]
         row["extra_fields"]["reward_extra_info"] = {"tool_rewards": judged, "acc": 1.0}
     assert same(step.run(), expected)
@@ -57,6 +58,7 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
     for key, row in step.store.rows.items():
         row["extra_fields"]["turn_scores"] = [*TALKS[key].rewards, TALKS[key].outcome]
     assert same(step.run(), expected)
+    # No response has a field of that name.
     with pytest.raises(ValueError, match="field:mine"):
         _step("turn_rloo", rewards="mine").run()
 
@@ -65,6 +67,7 @@ def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
     step = _step("turn_rloo", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1")
     for row in step.store.rows.values():
         row["old_log_probs"] = row["rollout_log_probs"]
+        # Each token is 1 more likely than by the reference: 0.1 is taken off its reward.
         row["ref_log_prob"] = row["old_log_probs"] - 1
     step.run()
     rewards = [float(row["token_level_rewards"].sum()) for row in step.store.rows.values()]
@@ -96,6 +99,7 @@ def _session_of_two(step: Step) -> tuple[slice, slice]:
     writes them, both carry the reward of the last one. The places of both in the whole response."""
     rows = step.store.rows
     talk = TALKS["a_1_0"]
+    # The first reply is in neither row.
     cut = len(encode(talk.turns[0]))
     parts = (slice(cut), slice(cut + len(encode(talk.replies[0])), None))
     session = rows["a_1_0"]
@@ -117,7 +121,9 @@ def test_several_outputs_of_a_session_are_one_conversation(
     rows = step.store.rows
     for key, talk in TALKS.items():
         rows[key]["extra_fields"] = {"call_rewards": [[reward] for reward in talk.rewards]}
+    # The whole session in one row has the same turns.
     first, last = _session_of_two(step)
+    # The loop knows the turns of an output; the reward function saw the whole session.
     if source == "by the loop":
         rows["a_1_0"]["extra_fields"] = {"call_rewards": [[0.5]]}
         rows["a_1_1"]["extra_fields"] = {"call_rewards": [[-0.25], [None]]}
@@ -170,6 +176,7 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
     of_b = [key for key in TALKS if key.startswith("b")]
     assert bool(expected["b_1_0"].any())
     step = _step("turn_rloo")
+    # Without the reward of its call the second prompt's turns all have the return 1.
     for key in of_b[1:]:
         step.store.rows[key]["extra_fields"]["tool_rewards"] = [0.0]
     step.run()

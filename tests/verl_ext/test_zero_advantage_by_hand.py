@@ -88,6 +88,7 @@ def test_rows_and_fillers(leave_out: Any) -> None:
     """Responses 0 and 2 train: the advantage of response 3 is a tool's.
     The other rank has five: micro-batches of at most four become two of three, so four fillers."""
     batch, sent = leave_out(mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
+    # Prompt and response of 0 and of 2.
     assert sent == [3 + 4, 4 + 5]
     assert setting(batch, "global_token_num") == [7, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
     assert setting(batch, "micro_batch_size_per_gpu") == 3
@@ -124,6 +125,7 @@ def test_a_token_budget_needs_no_even_micro_batches(
 
 def test_a_mini_batch_without_an_advantage_keeps_one_filler(leave_out: Any) -> None:
     batch, sent = leave_out(mini_batch([[0.0] * length for length in RESPONSES]), [])
+    # Both ranks make one forward, or the other one would wait for ever.
     assert sent == [] and len(batch) == 1 and setting(batch, "global_token_num") == [2, 2]
     assert lists(batch, "response_mask") == lists(batch, "advantages") == [[0]]
     assert batch["loss_mask"].tolist() == [13]
@@ -132,6 +134,7 @@ def test_a_mini_batch_without_an_advantage_keeps_one_filler(leave_out: Any) -> N
 def test_a_mini_batch_whose_every_token_trains_stays(leave_out: Any) -> None:
     data = mini_batch([[1.0] * length for length in RESPONSES])
     batch, sent = leave_out(data, [9], rows=3)
+    # Nothing is copied; two micro-batches of at most three become two of two.
     assert batch is data and sent == [7, 5, 9, 3]
     assert setting(batch, "global_token_num") == [7, 5, 9, 3, 9, 2, 2, 2]
     assert setting(batch, "micro_batch_size_per_gpu") == 2
@@ -179,6 +182,7 @@ def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(
     places = np.arange(count).reshape(ranks, 2, share)
     for number in (0, 1):
         dealt = np.array(order)[places[:, number]]
+        # A mini-batch keeps its responses.
         assert sorted(dealt.flat) == sorted(places[:, number].flat)
         trained = (np.array(costs)[dealt] > 0).sum(axis=1)
         assert trained.max() - trained.min() <= 1

@@ -90,6 +90,7 @@ def write_assets(folder: Path, rows: int) -> None:
     model.save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
     data = pandas.DataFrame({"prompt": list(map(messages_of, range(rows)))})
+    # verl's own columns.
     data["data_source"] = "parity"
     data["ability"] = "math"
     data["reward_model"] = [GOLD] * rows
@@ -159,6 +160,7 @@ def plain_weights(
     arguments = (ids_BL, valid_BL, response_BL, advantages_B.masked_fill(masked_B, 0.0), signal)
     policy = run.policy(rows[0].step)
     result = compute_token_weights(policy, tokens, *arguments, masked=masked_B, **options)
+    # A method of advantages has no weights.
     values_BL = result.weights if isinstance(signal, Method) else result.advantages
     return [values_T[place] for values_T, place in zip(values_BL, places, strict=True)]
 
