@@ -17,16 +17,16 @@ def marked(text: str, name: str) -> str:
 
 def write_marked(path: Path, name: str, passage: str) -> None:
     """Put a passage between the markers of a file, in place of the old one; ValueError as for :func:`marked`."""
-    before, _, after = _split(path.read_text(encoding="utf-8"), name)
-    write_whole(path, f"{before}\n{passage.strip()}\n{after}")
+    head, _, tail = _split(path.read_text(encoding="utf-8"), name)
+    write_whole(path, f"{head}\n{passage.strip()}\n{tail}")
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:
-    """Returns what stands before a passage with its first marker, the passage, and the rest from the second marker on."""
+    """Returns the text up to a passage, with its first marker, the passage, and the rest from the second marker on."""
     begin = f"<!-- {name} -->"
     end = f"<!-- /{name} -->"
-    before, _, rest = text.partition(begin)
-    passage, _, after = rest.partition(end)
+    head, _, rest = text.partition(begin)
+    passage, _, tail = rest.partition(end)
     if text.count(begin) != 1 or text.count(end) != 1 or end not in rest:
         raise ValueError(f"the file needs the lines {begin} and {end}, once each and in this order")
-    return before + begin, passage, end + after
+    return head + begin, passage, end + tail

@@ -220,8 +220,9 @@ def main() -> None:
     try:
         settings = compared(OmegaConf.create(sys.stdin.read()))
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
-        wanted = "a resolved configuration, as of DRY_RUN=1 bash examples/run_qwen3_grail.sh"
-        sys.exit(visible(f"stdin must be {wanted}: {error}", breaks=False))
+        source = "DRY_RUN=1 bash examples/run_qwen3_grail.sh"
+        message = f"stdin must be a resolved configuration, as of {source}: {error}"
+        sys.exit(visible(message, breaks=False))
     rows = []
     differing = []
     for setting, ours, verdict in settings:

@@ -49,12 +49,12 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
     good = []
     by_id = {}
     dropped = 0
-    others = 0
+    foreign = 0
     for place, row in rows:
         try:
             row = json.loads(row) if isinstance(row, bytes) else row
             if any(row.get(column) not in (None, value) for column, value in spec.required.items()):
-                others += 1
+                foreign += 1
                 continue
             converted = specs.convert(spec, row, specs.PROMPTS[prompt])
             by_id[specs.published_id(spec, row, converted["extra_info"]["id"])] = converted
@@ -62,7 +62,7 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             dropped += 1
             say(f"dropped: {source}, {place}: {type(error).__name__}: {error}", file=sys.stderr)
-    counts = f"{dropped} dropped, {others} of another task"
+    counts = f"{dropped} dropped, {foreign} of another task"
     if not good or dropped > 0.05 * (len(good) + dropped):
         raise ValueError(
             f"{len(good)} rows can be used, {counts}; columns: {spec.problem}, {spec.gold}, {spec.required}"

@@ -297,8 +297,8 @@ def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     for part in (model, tokenizer):
         part.save_pretrained(folder)
     actor = folder / "global_step_5/actor"
-    others = shutil.ignore_patterns("*.safetensors", "global_step_5")
-    shutil.copytree(folder, actor / "huggingface", ignore=others)
+    ignore = shutil.ignore_patterns("*.safetensors", "global_step_5")
+    shutil.copytree(folder, actor / "huggingface", ignore=ignore)
     torch.save(weights or model.state_dict(), actor / "model_world_size_1_rank_0.pt")
     (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     return actor.parent
@@ -453,9 +453,9 @@ def test_the_command_resumes(tmp_path: Path) -> None:
     arguments = ["--benchmarks", "amc23", "--data-dir", str(tmp_path), "--max-tokens", "64"]
     arguments += ["--model", str(save(tmp_path / "model")), "--output-dir"]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    whole = tmp_path / "whole"
-    subprocess.run([*SCRIPT, *arguments, whole], env=environment, check=True)
-    content = (whole / "generations.jsonl").read_bytes()
+    uninterrupted = tmp_path / "whole"
+    subprocess.run([*SCRIPT, *arguments, uninterrupted], env=environment, check=True)
+    content = (uninterrupted / "generations.jsonl").read_bytes()
     resumed = tmp_path / "resumed"
     resumed.mkdir()
     beginning = content[: len(content) // 2]  # within a line
@@ -464,8 +464,8 @@ def test_the_command_resumes(tmp_path: Path) -> None:
         main([*arguments, str(resumed), "--temperature", "0.7"])
     subprocess.run([*SCRIPT, *arguments, resumed], env=environment, check=True)
     assert (resumed / "generations.jsonl").read_bytes().startswith(beginning)
-    samples = read_samples(whole / "generations.jsonl")
+    samples = read_samples(uninterrupted / "generations.jsonl")
     assert samples["seed"].nunique() == len(samples) == 36
     assert {*samples["finish_reason"]} == {"stop", "length"}
     for name in ("results.json", "results.md", "scores.jsonl"):
-        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+        assert (resumed / name).read_bytes() == (uninterrupted / name).read_bytes()

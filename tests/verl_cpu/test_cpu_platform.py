@@ -1,7 +1,5 @@
 """The CPU platform: nothing of it without VERL_PLATFORM=cpu, verl's own values, weights through the host's memory, forks."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
