@@ -17,6 +17,7 @@ def faults(gold: str) -> list[str]:
     texts = dict.fromkeys([gold, f" {gold} ", f"${gold}$"], True)
     if _NUMBER.fullmatch(gold):
         integer, point, decimals = gold.replace(",", "").partition(".")
+        # 10080, 10,080, 10{,}080 and 10\,080 are one number.
         for mark in ("", ",", "{,}", "\\,"):
             texts[f"{int(integer):,}".replace(",", mark) + point + decimals] = True
     if match := re.fullmatch("(.*)([0-9])([^0-9]*)", gold, re.DOTALL):
@@ -29,10 +30,12 @@ def faults(gold: str) -> list[str]:
     return reasons
 
 
-if __name__ == "__main__":  # FILE of scripts/prepare_data.sh; in LaTeX each takes 0.1 s
+# FILE is one of scripts/prepare_data.sh; a ground truth in LaTeX takes 0.1 s.
+if __name__ == "__main__":
     rows = pq.read_table(sys.argv[1])["reward_model"].to_pylist()
     golds = dict.fromkeys(row["ground_truth"] for row in rows)
-    with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
+    # The verifier's own processes do the work.
+    with ThreadPoolExecutor(8) as executor:
         for gold, reasons in zip(golds, executor.map(faults, golds), strict=True):
             if reasons:
                 print(f"{gold}: {', '.join(reasons)}")

@@ -121,10 +121,12 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
     mask: list[int] = []
     prompt = prompt_ids(tokenizer, CHAIN)
     for turn, text in enumerate(texts):
-        assert writer.asked[turn] == prompt + ids  # as the demonstrations have it
+        # As the demonstrations have it.
+        assert writer.asked[turn] == prompt + ids
         response = written(tokenizer, text)
         reply = reply_ids(tokenizer, replies[turn]) if turn < len(replies) else []
         ids += response + reply
+        # The reply is not the model's own.
         mask += [1] * len(response) + [0] * len(reply)
     assert (output.prompt_ids, output.response_ids, output.response_mask) == (prompt, ids, mask)
     extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
@@ -142,6 +144,7 @@ def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
     for value in model.state_dict().values():
         assert torch.equal(value, value.bfloat16().float())
     chosen = problems("validation", 64, seed=0)
+    # The model can do the task, and seldom does it when it samples.
     greedy = measure(model, tokenizer, chosen, temperature=0.0)
     sampled = measure(model, tokenizer, chosen)
     assert greedy["perfect"] > 0.5 and sampled["perfect"] < 0.2, "it can, and seldom does"

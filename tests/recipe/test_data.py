@@ -69,6 +69,7 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
 
 def test_gold_and_prompt() -> None:
     assert read_gold(["2", 3.0], "plain") == "2, 3"
+    # Blanks around it go; a whole float loses its fraction.
     golds = {"$2$ ": "$2$", -3.0: "-3", 0.125: "0.125", r"\boxed{204}": "204"}
     assert {value: read_gold(value, "plain") for value in golds} == golds
     content = "Add $1$. Please reason step by step, and put your final answer within \\boxed{}."
@@ -89,12 +90,14 @@ def test_the_published_problems_are_found(
         row = {"data_source": source, "question_number": number, "id": id, SPECS[name].gold: "2"}
         rows.append({**row, "question": f"Problem {place}?"})
     lines = random.Random(0).sample(rows, len(rows))
+    # Problems of physics are of another task.
     physics = [{**rows[3], "subject": "Physics"}] * (name == "olympiadbench")
     assert run(tmp_path, name, lines + physics) == 0
     summary = f"200 rows, of {SPECS[name].rows} published, 0 dropped, {len(physics)} of"
     assert summary in capsys.readouterr().out
     prepared = rows_of(tmp_path / f"out/{name}.parquet")
     assert [row["extra_info"]["id"] for row in prepared] == ids
+    # Without the eighth problem the set is refused.
     assert run(tmp_path, name, rows[:7] + rows[8:]) == 1
     assert f"such as {ids[7]}; take the full set ({SPECS[name].hub})" in capsys.readouterr().err
 
@@ -153,6 +156,7 @@ def test_the_hub(
     (hub / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20 + bad)
     # The hub's AIME copy has its rows in "train": another split has to be asked for.
     options = ["--train", "none", "--benchmarks", "aime24,amc23", "--local-dir", str(GOLDEN)]
+    # Line 21 is dropped: 1 of 21 is less than 5 %.
     for split, count in (("test", 20), ("test[10:14]", 4)):
         place = f"aime24={hub}::{split}"
         assert main([*options, "--output-dir", str(tmp_path), "--hub-id", place]) == 0
@@ -209,6 +213,7 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
     }
     for source, rows in slices.items():
         assert list(problems(f"{tmp_path}{source}")["solution"]) == [str(row + 1) for row in rows]
+    # No JSON, and JSON that is no row.
     for bad in ("{", "[1]", '"text"'):
         (tmp_path / "bad.jsonl").write_text("\n".join([*lines, bad]))
         with pytest.raises(SystemExit, match=r"bad\.jsonl, line 21"):
@@ -241,5 +246,6 @@ def test_prompt_of_a_base_model_by_verls_own_builder(
     end = f" the User the answer.\nUser: {messages[0]['content']}\nAssistant:"
     text = tokenizer.decode(ids)
     assert text.startswith(start) and text.endswith(end)
+    # The colon is the last token: a blank would be one of its own.
     assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["Assistant", ":"]
     assert ids.count(tokenizer.bos_token_id) == bool(begin)

@@ -16,7 +16,8 @@ from grail_advantage import reward
 from tests.composed import compose, prepare
 from tests.recipe.test_reward import misjudged
 
-PLAIN: list[tuple[Any, str, str]] = [  # ground truth, a right box, a wrong one; verdicts.jsonl has those of JSON's types
+# A ground truth, a right box and an incorrect one; verdicts.jsonl has those of JSON's types.
+PLAIN: list[tuple[Any, str, str]] = [
     (Decimal("3.50"), "3.5", "350"), (Decimal("1E+2"), "100", "1"), (Fraction(-1, 2), r"-\frac{1}{2}", "2"),
     (b"\\frac{1}{2}", "0.5", "2"), (np.bytes_(b"7"), "7", "55"),
     (("2", "3"), "3, 2", "2"), ([b"5", Decimal("3.50")], "5, 3.5", "3"),
@@ -54,6 +55,7 @@ def test_what_cannot_be_read_is_said_once(
     """Also where the response has no box."""
     for truth in UNUSABLE:
         caplog.clear()
+        # A warning of this process is repeated for each truth.
         monkeypatch.setattr(reward, "_reported", set())
         for text in ("no box", r"\boxed{5}", r"\boxed{nan}", r"\boxed{0}"):
             result = reward.compute_score("", text, truth, {"index": 7})
@@ -106,7 +108,8 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
         prepare(compose("grail_trainer", [train_files, *options, *overrides]))
         return [message for message in caplog.messages if "ground truths" in message]
 
-    for name in ("good.jsonl", "decimals.parquet", "missing.parquet"):  # verl names a missing one
+    # verl itself names a file that is missing.
+    for name in ("good.jsonl", "decimals.parquet", "missing.parquet"):
         assert start(name) == []
     for name in ("some.parquet", "some.jsonl"):
         (message,) = start(name)
@@ -115,4 +118,5 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
     for reader in ("algorithm.adv_estimator=grpo", f"{function}=pkg://recipe.reward"):
         with pytest.raises(ValueError, match=r"none\S*: 2 of 2 .*row 0 \(.*'answer': 5"):
             start("none.parquet", reader)
-    assert start("none.parquet", f"{function}=mine.py") == []  # which may read anything
+    # Somebody's own reward function may read anything.
+    assert start("none.parquet", f"{function}=mine.py") == []

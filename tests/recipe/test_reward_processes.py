@@ -21,7 +21,8 @@ from grail_advantage.reward._normal import normal
 from tests.recipe.test_reward import accepts, judge, rows_of
 from tests.run_life.killed_run import lives
 
-GOLD = r"\frac{\sqrt{3}}{2}"  # no plain number, so that every answer has to be parsed
+# No plain number, so that every answer has to be parsed.
+GOLD = r"\frac{\sqrt{3}}{2}"
 
 
 def hostile_responses(marker: Path) -> dict[str, str]:
@@ -94,6 +95,7 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
         reason = reasons[reward.last_boxed(responses[name])]
         is_unread = "cannot read" in reason or "words" in reason
         assert results[name]["verify_failed"] == 1.0 and is_unread != (name in HANGING), name
+    # After all that the workers still judge.
     assert accepts(GOLD, r"\frac12\sqrt{3}")
     for worker in workers():
         # A worker that has just been forked sets its limits, this one last.
@@ -187,6 +189,7 @@ def test_killed_and_stopped_processes_are_replaced(
     processes = workers()
     used = sum(process.cpu_times().user for process in processes)
     with ThreadPoolExecutor(1) as executor:
+        # 9^(9^(9^8)) takes as long as its limit lets it.
         hanging = executor.submit(judge, GOLD, "9^{9^{9^8}}")
         assert await_(lambda: sum(process.cpu_times().user for process in processes) > used + 0.1)
         for process in processes:
@@ -194,6 +197,7 @@ def test_killed_and_stopped_processes_are_replaced(
         assert (hanging.result()["score"], hanging.result()["verify_failed"]) == (0.0, 1.0)
     server = _verify_pool.server().process.pid
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.5")
+    # The next answer starts another server.
     os.kill(server, signal.SIGKILL)
     assert accepts("x+52", "52+x")
     assert workers() and gone([server, *(process.pid for process in processes)])
@@ -243,9 +247,11 @@ def test_a_fork_has_its_own_workers_and_none_outlives_its_program() -> None:
         answers = [json.loads(process.stdout.readline()) for _ in range(3)]
         verdicts, (first, forks, later) = zip(*answers, strict=True)
         ended = gone(forks)
-        time.sleep(0.5)  # so that the hanging answer has reached its worker
+        # The hanging answer reaches its worker meanwhile.
+        time.sleep(0.5)
         process.kill()
     assert list(verdicts) == [[True, False]] * 3 and ended
     assert len(first) == len(forks) == 3
     assert first == later and not set(first) & set(forks)
-    assert gone(first, 2.0)  # sooner than the limit of the hanging answer
+    # Sooner than the limit of the hanging answer, 3 s of processor time.
+    assert gone(first, 2.0)

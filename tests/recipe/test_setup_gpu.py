@@ -34,6 +34,7 @@ def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: st
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "ready after" in done.stderr, done.stderr
     calls = (tmp_path / "calls").read_text()
+    # A wheel that was built for another torch is there, and cannot be imported.
     assert ("pip uninstall" in calls) == (wheel == "of another torch")
     assert ("kernels that torch itself has" in done.stderr) == (wheel != "fits")
     importable = [file.read_text().strip() for file in tmp_path.glob("*.pth")]

@@ -36,6 +36,7 @@ def test_problems_and_solutions() -> None:
     rng = random.Random(3)
     train = problems("train", 400, seed=5)
     for problem in train:
+        # Of 7+5-3 the beginnings 7+5 and 7+5-3.
         ends = range(3, len(problem.text) + 1, 2)
         assert list(problem.values) == [eval(problem.text[:end]) for end in ends]
         assert problem.answer == problem.values[-1] == eval(problem.text)
@@ -45,6 +46,7 @@ def test_problems_and_solutions() -> None:
             slipped = solve(problem, 0.3, rng, wording)
             assert correct.endswith(f"\\boxed{{{problem.answer}}}")
             assert find_errors(problem, correct) == []
+            # A solution that slips and is right all the same has slipped at least twice.
             assert boxed_answer(slipped) == str(problem.answer) or find_errors(problem, slipped)
     assert problems("train", 50, seed=5) == train[:50] != problems("train", 50, seed=6)
     texts = {split: set() for split in ("train", "validation")}
@@ -81,11 +83,14 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
         assert [row["extra_info"]["index"] for row in rows] == list(range(size))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert prompt_ids(tokenizer, CHAIN) == prompt_ids(build_tokenizer(), CHAIN)
+    # Other settings make the folder anew, and so do the first ones again.
     assert prepare(tmp_path, seed=1) and prepare(tmp_path)
     stamp = tmp_path / STAMP
+    # A change of this package's code does, too.
     stamp.write_text(stamp.read_text().replace(code_digest(), "of other code"))
     assert prepare(tmp_path)
-    for name in ("validation.parquet", "model/config.json"):  # one of each kind that is hashed
+    # One of each kind that is hashed.
+    for name in ("validation.parquet", "model/config.json"):
         (tmp_path / name).write_bytes(b"of something else")
         assert prepare(tmp_path) and not prepare(tmp_path)
         (tmp_path / name).unlink()
@@ -97,8 +102,7 @@ def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
     assert record["settings"] == asdict(WarmUpSettings())
     assert record["sha256"] == shipped.weights_digest()
     model, tokenizer = shipped.load_shipped()
-    fresh = build_model(tokenizer, seed=0).state_dict()
-    assert model.state_dict().keys() == fresh.keys()
-    for name, value in model.state_dict().items():
-        assert value.shape == fresh[name].shape and value.dtype == torch.float32
-        assert torch.equal(value, value.bfloat16().float())
+    # A fresh model takes the weights only if names and shapes are the same.
+    build_model(tokenizer, seed=0).load_state_dict(model.state_dict())
+    for value in model.state_dict().values():
+        assert value.dtype == torch.float32 and torch.equal(value, value.bfloat16().float())

@@ -68,6 +68,7 @@ def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path) -
     status, output = start(folder)
     assert status == 0 and "already finished: a checkpoint\n" in output and "report.html" in output
     assert (out / "grail/mine").exists() and (out / "grail.log").read_text().count("a life") == 2
+    # Each fresh start moves the folder of the one before to the next number.
     for number in (1, 2):
         assert start(folder, FRESH="1")[0] == 0 and (out / f"grail.{number}").exists()
     assert (out / "grail.1/mine").exists() and not (out / "grail/mine").exists()
@@ -84,6 +85,7 @@ def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         children = running.children(recursive=True)
+        # A second start is refused while the first one lives, also one that would move its folder away.
         assert [start(folder, FRESH=fresh)[0] for fresh in ("0", "1")] == [1, 1]
         assert (out / "grail.log").read_text().count("a life") == 1
         assert not (out / "grail.1").exists()

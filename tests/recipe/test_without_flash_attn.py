@@ -74,6 +74,7 @@ def test_packed_responses_are_those_alone(
     """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Four
     heads of queries share two of keys."""
     monkeypatch.setattr(kernels.varlen, "varlen_attn", plain_varlen_attn)
+    # 19 tokens; each sequence begins at position 0.
     lengths = [7, 11, 1]
     tokens = torch.randint(500, (1, 19))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -82,6 +83,7 @@ def test_packed_responses_are_those_alone(
     logits = packed(input_ids=tokens, position_ids=positions, use_cache=False).logits
     expected = torch.cat([alone(input_ids=part).logits for part in tokens.split(lengths, 1)], dim=1)
     torch.testing.assert_close(logits, expected)
+    # Any upstream gradient will do.
     upstream = torch.randn_like(logits)
     gradients = [
         torch.autograd.grad((output * upstream).sum(), model.parameters())

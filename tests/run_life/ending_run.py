@@ -53,6 +53,7 @@ class _Waits:
         return []
 
     def fit(self) -> None:
+        # A worker of the user's, which ends with a status of its own and is not started again.
         ray.wait([ray.remote(lambda: os._exit(7)).options(max_retries=0).remote()])
         worker = ray.remote(Worker).options(name="the_worker").remote()
         self.actor_rollout_wg = SimpleNamespace(workers=[worker])
@@ -79,7 +80,8 @@ class TaskRunner:
 
 
 if __name__ == "__main__":
-    os.environ.update(RAY_process_group_cleanup_enabled="1")  # as recipe.run_life sets it
+    # As recipe.run_life sets it.
+    os.environ.update(RAY_process_group_cleanup_enabled="1")
     for tries in reversed(range(STARTS)):
         try:
             ray.init(num_cpus=4, include_dashboard=False)

@@ -46,6 +46,7 @@ class KilledRun:
         """Note the driver and the processes below it."""
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
+            # The driver alone has this option on its command line.
             if f"hydra.run.dir={self.folder / 'hydra'}" in words and "-m" in words[:3]:
                 with contextlib.suppress(psutil.Error):
                     self.everybody |= {process, *process.children(recursive=True)}

@@ -218,9 +218,11 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
     assert not ended.value.code
     for override in ("total_training_steps=60", "total_training_steps=null", "val_only=True"):
         _start(begun, f"trainer.{override}")
-    last.rename(last.with_name("global_step_45"))  # verl's tracker still names it
+    # verl's tracker still names step 50.
+    last.rename(last.with_name("global_step_45"))
     _start(begun)
-    (last.parent / "latest_checkpointed_iteration.txt").write_text("")  # by a full disk
+    # A full disk leaves the file empty.
+    (last.parent / "latest_checkpointed_iteration.txt").write_text("")
     with pytest.raises(ValueError):
         _start(begun)
 
@@ -257,6 +259,7 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
         prepare(_compose(folder))
         with pytest.raises(ValueError, match="belongs to a run that lives"):
             _start(folder)
+        # The child has inherited the lock's open file, and lives on.
         os.kill(run.pid, signal.SIGKILL)
         run.join()
         assert lives(child)
@@ -277,7 +280,8 @@ def test_the_switch_is_the_module_of_verls_start(
     _save(folder, 10)
     config = _compose(folder)
     assert patches.STARTS == []
-    prepare_run(config)  # as in verl, whatever lies there
+    # As in verl, whatever lies there.
+    prepare_run(config)
     assert config.trainer.v1.trainer_mode == "grail_sync"
 
 
@@ -291,6 +295,7 @@ def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             for step in range(first, 5):
                 logger.log({"started": resumed}, step)
         with path.open("a") as file:
+            # A kill cuts a line off.
             file.write('{"step": 7, "data": {"dr')
     lines = map(json.loads, path.read_text().splitlines()[:-1])
     # Steps 0, 1 and 2 are of the first start, 3 of the one that resumed after 2, 4 of the last.
@@ -347,6 +352,7 @@ def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
     keys = ["000001-00002_0_0", "000001-00001_10_0", "000001-00001_2_10", "000001-00001_2_9"]
     batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{"row": i} for i in range(4)])
     balanced = trainer._balance_batch(batch, {})
+    # By numbers: session 2 is before 10, and its output 9 before 10.
     assert [tag["row"] for tag in balanced.tags] == [3, 2, 1, 0] and balanced.keys == keys[::-1]
 
 
