@@ -362,26 +362,23 @@ def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
     values["raw_prompt"] = [{"role": "user", "content": "1+1"}]
     values.update(changes)
     parameters = {"temperature": 0.7}
-    received = []
 
-    async def generate(*, sampling_params: dict) -> None:
-        received.append(sampling_params)
+    async def generate(*, sampling_params: dict) -> dict:
+        return sampling_params
 
-    async def conversation(self: Any, sampling_params: dict, *_: Any, **__: Any) -> None:
-        for _turn in range(3):
-            await self.llm_client.generate(sampling_params=sampling_params)
+    async def conversation(self: Any, sampling_params: dict, *_: Any, **__: Any) -> list[dict]:
+        return [await self.llm_client.generate(sampling_params=sampling_params) for _ in range(3)]
 
     monkeypatch.setattr(SeededAgentLoopWorker.__mro__[1], "_run_agent_loop", conversation)
     worker = SeededAgentLoopWorker.__new__(SeededAgentLoopWorker)
-    rollout = {"seed": values.pop("run")}
+    rollout = {"seed": values["run"]}
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
     worker.llm_client = client = SimpleNamespace(generate=generate)
-    trajectory = {name: values.pop(name) for name in ("step", "validate")}
-    asyncio.run(worker._run_agent_loop(parameters, trajectory, **values))
+    received = asyncio.run(worker._run_agent_loop(parameters, values, **values))
     # Both are the worker's own, shared by all responses.
     assert worker.llm_client is client and parameters == {"temperature": 0.7}
-    seeds = [params["seed"] for params in received]
-    assert received == [{**parameters, "seed": seed} for seed in seeds]
+    seeds = [sent.pop("seed") for sent in received]
+    assert received == [parameters] * 3
     return seeds
 
 
