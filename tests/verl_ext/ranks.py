@@ -138,7 +138,6 @@ GRADIENT: dict[str, Pass] = {
         Sizes(rows=3),
     ),
     "oar_g, port, last": (build("oar_g", {**PORT, "probe": "last"}), 1.0, Sizes(budget=260)),
-    "oar_g, port, mean": (build("oar_g", PORT), 1.0, Sizes(rows=3)),
 }
 PERTURBATION: dict[str, Pass] = {
     "oar_p": (build("oar_p"), 1.0, Sizes(rows=5)),
@@ -149,12 +148,9 @@ PERTURBATION: dict[str, Pass] = {
         Sizes(budget=260),
     ),
 }
-SHEAR = build("shear", {"window": 12, "stride": 5})
 INFERENCE: dict[str, Pass] = {
-    "rlsd": (build("rlsd"), 0.7, Sizes(rows=1)),
-    "shear": (SHEAR, 0.7, Sizes(rows=3)),
-    "rlsd, budget": (build("rlsd"), 0.7, Sizes(budget=100)),
-    "shear, budget": (SHEAR, 0.7, Sizes(budget=100)),
+    "rlsd": (build("rlsd"), 0.7, Sizes(budget=100)),
+    "shear": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
 }
 OWN = {**SALIENCY, **GRADIENT, **PERTURBATION, **INFERENCE}
 """Passes: method, temperature, micro-batches."""
@@ -196,17 +192,17 @@ PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 def passes_of(name: str) -> list[str]:
     """The passes of a set-up: one of each kind that it can run, in turn; packed responses have every pass. The last one
     leaves gradients behind, if any does."""
-    setup = SETUPS[name]
-    kinds = [INFERENCE, PERTURBATION, GRADIENT, SALIENCY]
     if name == "fsdp2, packed":
-        return [label for kind in kinds for label in kind]
+        return [*INFERENCE, *PERTURBATION, *GRADIENT, *SALIENCY]
+    setup = SETUPS[name]
+    kinds = [list(kind) for kind in (INFERENCE, PERTURBATION, GRADIENT, SALIENCY)]
     if setup.sequence_parallel > 1:
-        kinds = [SALIENCY]
+        kinds = [list(SALIENCY)]
     if setup.kernels:
-        # Fused kernels give log-probabilities, which of these two RLSD alone asks for.
-        kinds = [{"rlsd": INFERENCE["rlsd"]}, SALIENCY]
+        # Fused kernels give log-probabilities, which among passes without gradients RLSD alone asks for.
+        kinds = [["rlsd"], list(SALIENCY)]
     turn = list(SETUPS).index(name)
-    return [list(kind)[turn % len(kind)] for kind in kinds]
+    return [names[turn % len(names)] for names in kinds]
 
 
 def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:

@@ -357,7 +357,7 @@ def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path: Path) -> 
 def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_section(
     tmp_path: Path,
 ) -> None:
-    """What Hydra logs is not among its YAML; data whose prompts ask for another format are warned of."""
+    """What is logged is not among its YAML, such as that the prompts of the data ask for another format."""
     prompt = [{"role": "user", "content": 'after "####".'}]
     row = {"prompt": prompt, "reward_model": {"ground_truth": "4"}}
     pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "gsm8k.parquet")
@@ -367,7 +367,6 @@ def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_secti
     printed = yaml.safe_load(done.stdout)["algorithm"]
     assert printed["grail"]["preset"] == "official"
     assert printed["token_weights"]["answer"] == "boxed"
-    assert "loss_agg_mode" in done.stderr
     assert "3 of 3 rows have #### in them, and none the format boxed" in done.stderr
     assert "is ++algorithm.token_weights.answer=hashes meant?" in done.stderr
 

@@ -10,10 +10,8 @@ import torch
 from verl.trainer.ppo.v1 import get_trainer_cls
 
 from grail_advantage import Grail
-from grail_advantage.verl_ext.settings import BASE, BASES, ROLLOUT
-from tests.core import reference
-from tests.core.tiny_models import id_to_character
-from tests.verl_ext.one_step import ROWS, Step, made_up_saliency, row_of
+from grail_advantage.verl_ext.settings import BASE, BASES
+from tests.verl_ext.one_step import ROWS, Step, row_of
 
 CORRECTION = "algorithm.rollout_correction"
 TOKENS = tuple(
@@ -39,8 +37,6 @@ SEVERAL_OUTPUTS = (
     ("a_1_2", "Two? Sure? Yes?", r"Then it is \boxed{4}.<end>", 0.0),
 )
 PADDING = "pad_0_0"
-TEMPERATURE = 0.8
-STEP = 3
 
 
 class Scenario(NamedTuple):
@@ -81,62 +77,43 @@ def responses_of(name: str) -> Rows:
     return rows
 
 
-def results_of(name: str) -> list[tuple[Rows, dict[str, Any]]]:
-    """The responses and metrics after the stage of verl's trainer, and after that of this package's."""
+def steps_of(name: str) -> list[Step]:
+    """The stage of verl's trainer, and that of this package's."""
     scenario = SCENARIOS[name]
-    results = []
+    steps = []
     for base in (f"algorithm.adv_estimator={scenario.base}", f"{BASE}={scenario.base}"):
-        options = (base, f"{ROLLOUT}.temperature={TEMPERATURE}", *scenario.overrides)
+        options = (base, *scenario.overrides)
         method = Grail("robust", gate="all")
         step = Step(*options, method=method, rows=responses_of(name), mode=scenario.mode)
-        step.trainer.global_steps = STEP
         step.run(PADDING)
-        results.append((step.store.rows, step.metrics))
-    return results
-
-
-def weights_of(row: dict[str, Any], mask_T: torch.Tensor, advantage: float) -> torch.Tensor:
-    """Of the tokens that train, by the plain computation, which has not seen a tool's tokens, but for their positions."""
-    # The method sees what the model wrote; rejection takes tokens out of the weights alone.
-    written_T = row["loss_mask"].bool()
-    trains = mask_T[written_T].tolist()
-    text = "".join(id_to_character()[token] for token in row["responses"][written_T].tolist())
-    spans = [tuple(sum(trains[:at]) for at in span) for span in reference.boxed_spans(text)]
-    # The made-up saliency is a figure of each token and its position.
-    tokens_S = torch.cat([row["prompts"], row["responses"]])
-    scores_T = made_up_saliency(tokens_S, TEMPERATURE, STEP)[len(row["prompts"]) :][mask_T]
-    options = reference.resolve("robust", gate="all")
-    return torch.tensor(
-        reference.row_weights(scores_T.tolist(), spans[-1] if spans else None, advantage, options)
-    )
+        steps.append(step)
+    return steps
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -> None:
-    (verls, verls_metrics), (ours, metrics) = results_of(name)
+    """The weights themselves are in ``test_hosts.py``."""
+    verl, ours = steps_of(name)
     moved = 0
     lost = 0
-    # A response of which rejection sampling drops tokens has another mask than it had.
-    for key, row in verls.items():
-        mask_T = row["response_mask"].bool()
-        advantages_T = ours[key]["advantages"]
-        expected_T = torch.zeros(len(mask_T))
-        if mask_T.any():
-            advantage = float(row["advantages"][mask_T][0])
-            weights_T = weights_of(row, mask_T, advantage)
-            expected_T[mask_T] = weights_T * advantage
-            moved += bool(advantage) and len(weights_T.unique()) > 2
-        torch.testing.assert_close(advantages_T, expected_T, rtol=2e-4, atol=1e-6)
-        assert torch.equal(ours[key]["returns"], advantages_T)
-        lost += not torch.equal(row["response_mask"], row["loss_mask"])
-        assert row.keys() == ours[key].keys()
-        for column in row.keys() - {"advantages", "returns", "uid"}:
-            assert torch.equal(row[column], ours[key][column]), column
-    # Responses without an answer, or with the advantage 0, have weights of 1.
-    assert moved >= 3 and not ours[PADDING]["advantages"].any()
+    for row, weights_T in zip(verl.store.rows.items(), ours.trainer._weighed.weights, strict=True):
+        key, columns = row
+        mask_T = columns["response_mask"].bool()
+        weights_T = weights_T[: len(mask_T)]
+        expected_T = torch.where(mask_T, weights_T * columns["advantages"], 0.0)
+        actual = ours.store.rows[key]
+        torch.testing.assert_close(actual["advantages"], expected_T)
+        assert torch.equal(actual["returns"], actual["advantages"])
+        moved += bool(expected_T.any()) and len(weights_T[mask_T].unique()) > 2
+        # Rejection sampling takes tokens out of the mask.
+        lost += not torch.equal(columns["response_mask"], columns["loss_mask"])
+        assert columns.keys() == actual.keys()
+        for column in columns.keys() - {"advantages", "returns", "uid"}:
+            assert torch.equal(columns[column], actual[column]), column
+    assert moved >= 3
     assert lost >= LEAST_LOST.get(name, 0) and bool(lost) == (name in LEAST_LOST)
-    assert {metric: metrics[metric] for metric in verls_metrics} == verls_metrics
-    assert all(map(math.isfinite, metrics.values()))
+    assert {figure: ours.metrics[figure] for figure in verl.metrics} == verl.metrics
+    assert all(map(math.isfinite, ours.metrics.values()))
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])

@@ -123,14 +123,6 @@ def test_a_token_budget_needs_no_even_micro_batches(
     assert len(batch) == count and setting(batch, "micro_batch_size_per_gpu") == size
 
 
-def test_a_mini_batch_without_an_advantage_keeps_one_filler(leave_out: Any) -> None:
-    batch, sent = leave_out(mini_batch([[0.0] * length for length in RESPONSES]), [])
-    # Both ranks make one forward, or the other one would wait for ever.
-    assert sent == [] and len(batch) == 1 and setting(batch, "global_token_num") == [2, 2]
-    assert lists(batch, "response_mask") == lists(batch, "advantages") == [[0]]
-    assert batch["loss_mask"].tolist() == [13]
-
-
 def test_a_mini_batch_whose_every_token_trains_stays(leave_out: Any) -> None:
     data = mini_batch([[1.0] * length for length in RESPONSES])
     batch, sent = leave_out(data, [9], rows=3)
