@@ -4,8 +4,6 @@ A run is a folder or a file of metrics: ``metrics.jsonl`` (this project's), verl
 Imports no torch, so that it starts at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import html
 import itertools

@@ -2,8 +2,6 @@
 option=default, ...) -> Weights``: x float (B, T) scores, finite where m, bool (B, T), is true: the tokens that are
 compared with each other. All in float64."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

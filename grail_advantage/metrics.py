@@ -123,10 +123,9 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
     batch["advantage_scale"] = float(mass / unweighted) if unweighted > 0 else 0.0
     if r.knows_answers:
         batch.update(change_shares(change_of(change * mask, base, r.content.numpy())))
-    finite = [] if norms is None else norms[norms.isfinite()].numpy()
+    finite = np.array([]) if norms is None else norms[norms.isfinite()].numpy()
     if len(finite):
         # The nearest rank: of 7 norms the first and the seventh.
-        low, high = np.quantile(finite, (0.1, 0.9), method="inverted_cdf")
-        batch["gradient_norm_p10"] = float(low)
-        batch["gradient_norm_p90"] = float(high)
+        for name, quantile in zip(GRADIENT_METRICS, (0.1, 0.9), strict=True):
+            batch[name] = float(np.quantile(finite, quantile, method="inverted_cdf"))
     return batch

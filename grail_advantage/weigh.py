@@ -1,8 +1,6 @@
 """This module goes from rollouts to token advantages, the one way that every host goes: base advantages -> which
 responses need scores -> columns -> a pass through the model -> scores -> weights -> advantages."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
