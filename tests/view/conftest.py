@@ -14,7 +14,7 @@ import pytest
 
 from grail_advantage.view.page import write_report
 from scripts.pictures import ARGUMENTS, chromium
-from tests.view.synthetic import write_conversation, write_dump, write_metrics
+from tests.view.synthetic import write_conversations, write_dump, write_metrics
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_metrics(folder / name, 20, seed=seed)
         write_dump(folder / name / "tokens", (1, 10, 20), seed=seed)
     write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"))
-    write_conversation(folder / "talk")
+    write_conversations(folder / "talk")
     for name in ("talk", "grail", "analyze"):
         write_report(folder / name)
     write_report(folder / "grail", folder / "both.html", against=[folder / "uniform"])

@@ -170,14 +170,18 @@ def write_arrived(folder: Path) -> list[DumpRow]:
     return list(read_dump(folder))
 
 
-def write_conversation(folder: Path) -> DumpRow:
-    """A dump of a response of three turns, with a tool between them; advantages differ within the last turn."""
-    row = dump_row(
-        [1.0] * 8,
-        mask_T=[True, True, False, False, True, False, True, True],
-        advantage_T=[1.5, 1.5, 0.0, 0.0, -0.25, 0.0, 3.0, 2.0],
-        labels={"tool": [[2, 4], [5, 6]], "turn_rewards": [1.0, -1.0, 0.5]},
-    )
-    header = DumpHeader(step=1, method="turn_rloo", gave_advantages=True)
-    write_step(folder, header, table_of([row]))
-    return row
+def write_conversations(folder: Path) -> None:
+    """A run of three responses of three turns, with a tool between them; advantages differ within the last turn."""
+    rows = [
+        dump_row(
+            [1.0] * 8,
+            mask_T=[True, True, False, False, True, False, True, True],
+            advantage_T=[1.5, 1.5, 0.0, 0.0, -0.25, 0.0, 3.0, 2.0],
+            labels={"tool": [[2, 4], [5, 6]], "turn_rewards": [1.0, -1.0, 0.5]},
+            reward=reward,
+            row=place,
+            key=f"{place}",
+        )
+        for place, reward in enumerate((0.5, -1.0, 2.0))
+    ]
+    write_rows(folder, rows, method="turn_rloo", gave_advantages=True)

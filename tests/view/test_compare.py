@@ -21,21 +21,20 @@ RNG = np.random.default_rng(0)
 
 def write_run(path: Path, values: np.ndarray, *, form: str = "metrics.jsonl") -> str:
     """Write a run whose metric has these values at :data:`STEPS`, in a form of this project's, verl's or TRL's."""
-    pairs = list(zip(STEPS, values.tolist(), strict=True))
+    pairs = zip(STEPS, values.tolist(), strict=True)
     if form == "trainer_state.json":
-        folder = path / "checkpoint-12"
-        folder.mkdir(parents=True)
-        (folder / form).write_text(
-            json.dumps({"log_history": [{"step": step, METRIC: value} for step, value in pairs]})
-        )
-        return str(path)
-    lines = [
-        json.dumps({"step": step, "data": {METRIC: value, "timing_s/step": 1.0}})
-        for step, value in pairs
-    ]
-    file = path / form if form == "metrics.jsonl" else Path(f"{path}.jsonl")
+        history = [{"step": step, METRIC: value} for step, value in pairs]
+        file = path / "checkpoint-12" / form
+        text = json.dumps({"log_history": history})
+    else:
+        # verl writes beside the run's folder.
+        file = path / form if form == "metrics.jsonl" else Path(f"{path}.jsonl")
+        lines = [
+            {"step": step, "data": {METRIC: value, "timing_s/step": 1.0}} for step, value in pairs
+        ]
+        text = "\n".join(map(json.dumps, lines))
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines))
+    file.write_text(text)
     return str(path)
 
 
@@ -48,21 +47,17 @@ def values() -> np.ndarray:
 def test_the_table_is_scipys(
     tmp_path: Path, values: np.ndarray, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sides = [
-        [
-            write_run(tmp_path / f"seed{seed}" / name, values[i, seed], form=form)
-            for seed in (2, 0, 3, 1)
-        ]
-        for i, name in enumerate(("grail", "uniform"))
-    ]
+    sides = []
+    for name, runs in zip(("grail", "uniform"), values, strict=True):
+        paths = [tmp_path / f"seed{seed}" / name for seed in range(4)]
+        sides.append([write_run(*run, form=form) for run in zip(paths, runs, strict=True)])
     page = tmp_path / "page.html"
     assert compare.main([*sides[0], "--against", *sides[1][::-1], "--page", str(page)]) == 0
     shown = capsys.readouterr().out
-    for i, step in enumerate(STEPS):
-        test = stats.ttest_rel(values[0, :, i], values[1, :, i])
-        low, high = test.confidence_interval()
-        row = [f"{(values[0, :, i] - values[1, :, i]).mean():+.4g}", f"[{low:.4g}, {high:.4g}]"]
-        row += [f"{values[0, :, i].mean():.4g}", f"{values[1, :, i].mean():.4g}"]
+    for step, grail, uniform in zip(STEPS, *values.swapaxes(1, 2), strict=True):
+        low, high = stats.ttest_rel(grail, uniform).confidence_interval()
+        row = [f"{(grail - uniform).mean():+.4g}", f"[{low:.4g}, {high:.4g}]"]
+        row += [f"{grail.mean():.4g}", f"{uniform.mean():.4g}"]
         assert f"{step} {' '.join(row)}" in " ".join(shown.split())
         assert all(f"<td>{cell}</td>" in page.read_text() for cell in row)
 
