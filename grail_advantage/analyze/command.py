@@ -66,9 +66,8 @@ if TYPE_CHECKING:
 PER_FILE = 32
 VERDICTS = {"wrong": -1.0, "right": 1.0}  # advantages of all responses, by --advantages
 RECORD = "analysis.json"  # which analysis a folder is of, and the methods that failed
-ROUNDED = (
-    2**-22
-)  # relative distance of rewards that are equal in float32 but for the rounding of a sum
+# Relative distance of rewards that are equal in float32 but for the rounding of a sum
+ROUNDED = 2**-22
 
 
 def run(options: argparse.Namespace) -> None:

@@ -184,9 +184,8 @@ class Held:
     blocks: list[str] = field(default_factory=list)  # their values a token
     size: int = 0  # bytes of both
     groups: int = 0
-    samples: dict[str, list[np.ndarray]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # values by overlay
+    # Values by overlay
+    samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
 
     def add(
         self, header: DumpHeader, table: pa.Table, run: int, signed: set[str], limit: float
@@ -330,9 +329,8 @@ class Whole:
     )
     """By method and outcome, sum and number of the responses with scores of their mean weights by place."""
     scored: Counter[tuple[str, str]] = field(default_factory=Counter)  # responses, likewise
-    signed: set[str] = field(
-        default_factory=set
-    )  # methods that give advantages in place of weights
+    # Methods that give advantages in place of weights
+    signed: set[str] = field(default_factory=set)
     responses: int = 0
     held: int = 0
     moved: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
