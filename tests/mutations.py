@@ -515,7 +515,7 @@ FAULTS = [
         "a profile counts from the left edge",
         "grail_advantage/view/profile.py::profiles",
         "2 * A + 1 => 2 * A",
-        "view/test_page.py::test_profiles_against_a_loop_over_tokens",
+        "view/test_page.py::test_profiles_of_masked_and_short_responses",
     ),
     # Rules and formulas
     Fault(

@@ -183,7 +183,7 @@ BROKEN = b'\xff\n[1]\nnull\n{"step": "x"}\n{"step": NaN}\n' + b"[" * 100_000 + b
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("earlier", "later"),
     [
         # The last line may be whole, by an editor, or half.
         (ONE + TWO[:-1], ONE + TWO),
@@ -192,12 +192,12 @@ BROKEN = b'\xff\n[1]\nnull\n{"step": "x"}\n{"step": NaN}\n' + b"[" * 100_000 + b
         (BROKEN + ONE, ONE),
     ],
 )
-def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path, before: bytes, after: bytes) -> None:
+def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path, earlier: bytes, later: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(before)
+    path.write_bytes(earlier)
     file = MetricsFile(path, 2)
     file.add(3, {"a": np.float32(1.5), "b": "text", "c": [1.0], "d": None})
-    assert path.read_bytes() == after + THREE and file.failed == 0
+    assert path.read_bytes() == later + THREE and file.failed == 0
     # A run that begins anew.
     MetricsFile(path, -1)
     assert path.read_bytes() == b""

@@ -94,11 +94,11 @@ def run(options: argparse.Namespace) -> None:
                 f"{decoded} prompts are read without their control tokens, which verl did not write: the chat template of "
                 "--model does not make these texts",
             )
-        others = {}
+        second_models = {}
         for option in ("after", "reference"):
             name = getattr(options, option)
             if name:
-                others[option] = name, model_of(name, device, options.dtype)[1]
+                second_models[option] = name, model_of(name, device, options.dtype)[1]
         sources = [options.model, options.after, options.reference, *map(str, options.files)]
         lines = analyze(
             with_rewards(responses, tokenizer),
@@ -111,8 +111,8 @@ def run(options: argparse.Namespace) -> None:
             tokens=tokens,
             advantages=options.advantages,
             answer=answer,
-            later=others.get("after"),
-            reference=others.get("reference"),
+            later=second_models.get("after"),
+            reference=second_models.get("reference"),
             provenance={
                 "dtype": options.dtype,
                 "files": {name: files_digest(name) for name in sources if name},

@@ -491,47 +491,40 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
     or it is not certain whose it is. Labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or
     a list of its calls' rewards; those of another kind are as none. ``align``: the method's option of that name."""
     tool = labels.get("tool")
-    if not isinstance(tool, list):
-        tool = []
-    rewards = labels.get("turn_rewards")
-    if not isinstance(rewards, list):
-        rewards = []
-    ranges = model_ranges(tool, length)
-    values = rewards_of_turns(rewards, len(ranges), align)
-    return [[start, end, value] for (start, end), value in zip(ranges, values, strict=True)]
-
-
-def model_ranges(tool: list[Any], length: int) -> list[tuple[int, int]]:
-    """The ranges that the model wrote: what lies between those of others; one of all tokens where these make no sense."""
     edges = [0]
-    for label in tool:
+    for label in tool if isinstance(tool, list) else []:
         bounds = range_of(label, length)
         if bounds is None or bounds[0] < edges[-1]:
-            return [(0, length)] * (length > 0)
+            # Ranges that make no sense are as none: the model wrote it all.
+            edges = [0]
+            break
         edges += bounds
     edges.append(length)
     # Others may write first, last, or twice in a row: what lies between is empty then.
     ranges = zip(edges[::2], edges[1::2], strict=True)
-    return [(start, end) for start, end in ranges if start < end]
+    model = [[start, end] for start, end in ranges if start < end]
+    rewards = _turn_rewards(labels.get("turn_rewards"), len(model), align)
+    rewards += [None] * (len(model) - len(rewards))
+    return [[*bounds, reward] for bounds, reward in zip(model, rewards, strict=True)]
 
 
-def rewards_of_turns(rewards: list[Any], count: int, align: str | None) -> list[float | None]:
-    """One reward for each of so many turns; ``None`` for a turn without one, and for all where it is not certain."""
-    nothing: list[float | None] = [None] * count
-    lists = [reward if isinstance(reward, list) else [reward] for reward in rewards]
-    calls = [[call for call in turn if call is not None] for turn in lists]
-    if not all(
-        type(call) in (int, float) and abs(call) <= LARGEST for turn in calls for call in turn
-    ):
-        return nothing
+def _turn_rewards(rewards: Any, count: int, align: str | None) -> list[float | None]:
+    """The rewards of the first of so many turns, ``None`` for one without; empty where it is not certain whose they are."""
+    if not isinstance(rewards, list):
+        return []
+    has_lists = any(isinstance(reward, list) for reward in rewards)
     # One reward a call does not tell whose it is, where a turn may have several calls.
-    by_call = (
-        align == "calls" and not any(isinstance(reward, list) for reward in rewards) and count > 1
-    )
-    if len(calls) > count or (by_call and len(calls) == count):
-        return nothing
-    values = [float(sum(turn)) if turn else None for turn in calls]
-    return values + nothing[len(values) :]
+    by_call = align == "calls" and count > 1 and not has_lists
+    if len(rewards) > count or (by_call and len(rewards) == count):
+        return []
+    sums: list[float | None] = []
+    for reward in rewards:
+        calls = reward if isinstance(reward, list) else [reward]
+        calls = [call for call in calls if call is not None]
+        if not all(type(call) in (int, float) and abs(call) <= LARGEST for call in calls):
+            return []
+        sums.append(float(sum(calls)) if calls else None)
+    return sums
 
 
 def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | None:

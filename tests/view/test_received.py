@@ -20,6 +20,7 @@ from tests.dumps import dump_row, received_header, table_of
 
 LENGTHS = {"a_0_0": 3, "a_1_0": 4, "b_0_0": 2}
 NAN = float("nan")
+Capture = pytest.CaptureFixture[str]
 SCALED = Finding(
     "scaled",
     "update 0: 3 tokens of 1 of 3 responses",
@@ -111,7 +112,7 @@ def test_findings_of_a_run_are_put_together() -> None:
     [((), (0, 0, 0)), ((NOTE,), (0, 1, 0)), ((NOTE, SCALED), (1, 1, 0))],
 )
 def test_exit_status_by_severity(
-    tmp_path: Path, findings: Any, statuses: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, findings: Any, statuses: Any, capsys: Capture
 ) -> None:
     """Of a run's folder and of the dump's, by default as for mismatches."""
     written(tmp_path / "tokens", *findings)
@@ -124,9 +125,7 @@ def test_exit_status_by_severity(
         assert finding.name in printed and finding.causes in printed
 
 
-def test_json_and_the_address_of_each_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture) -> None:
     """Tokens are counted from 1, as on the page, whose address counts from 0; there is no -0.0."""
     examples = (("a_1_0", 2, 0.5, -0.0), ("gone", 0, 1.0, 2.0))
     written(tmp_path, replace(SCALED, examples=examples), update=1)
@@ -141,7 +140,7 @@ def test_json_and_the_address_of_each_token(
     assert f"report.html{address}" in capsys.readouterr().out
 
 
-def test_the_receipts_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_receipts_of_a_file(tmp_path: Path, capsys: Capture) -> None:
     """As a loop of one's own writes them: by the command alone, and by the one that reads dumps too."""
     path = tmp_path / "receipts.jsonl"
     for step, findings in enumerate(((), (SCALED,))):
@@ -151,16 +150,14 @@ def test_the_receipts_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert whole == again and "a_1_0, token 3" in whole and "ppo" in whole
 
 
-def test_nothing_to_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_read(tmp_path: Path, capsys: Capture) -> None:
     assert main([str(tmp_path)]) == NOTHING
     written(tmp_path).write_bytes(b"PAR1 broken")
     assert main([str(tmp_path)]) == NOTHING
     assert "received_000003.parquet" in capsys.readouterr().err
 
 
-def test_texts_of_a_file_cannot_act_on_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts_of_a_file_cannot_act_on_the_terminal(tmp_path: Path, capsys: Capture) -> None:
     evil = "\x1b[31mred\x07\u202e"
     examples = ((evil, 1, 0.5, 0.2),)
     written(tmp_path, Finding(evil, evil, 0.5, evil, examples, evil))
