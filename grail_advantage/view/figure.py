@@ -183,18 +183,22 @@ def wrap(texts: Sequence[str], columns: int) -> Iterator[list[tuple[int, int, st
     """Tokens as lines of so many characters, broken at line breaks and between tokens, a longer token within; each piece has
     its token, the column where it begins, and its text."""
     line: list[tuple[int, int, str]] = []
+    column = 0
     for token, text in enumerate(texts):
         for part in text.splitlines(keepends=True):
-            for piece in (part[start : start + columns] for start in range(0, len(part), columns)):
-                at = line[-1][1] + len(line[-1][2]) if line else 0
+            for start in range(0, len(part), columns):
+                piece = part[start : start + columns]
                 # Blanks at the end may stand in the margin.
-                if at + len(piece.rstrip()) > columns:
+                if column + len(piece.rstrip()) > columns:
                     yield line
                     line = []
-                    at = 0
-                line.append((token, at, piece.rstrip("\n")))
+                    column = 0
+                shown = piece.rstrip("\n")
+                line.append((token, column, shown))
+                column += len(shown)
             if part.endswith("\n"):
                 yield line
                 line = []
+                column = 0
     if line:
         yield line
