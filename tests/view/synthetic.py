@@ -29,9 +29,6 @@ def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
             if step:
                 values["critic/score/mean"] = 0.3 + 0.02 * step + rng.normal(0, 0.03)
                 values["grail/average_weight"] = 1.16 + rng.normal(0, 0.01)
-                values["grail/weight_deviation"] = 0.77 + rng.normal(0, 0.01)
-                values["grail/selected_rate"] = 0.62 - 0.02 * step
-                values["actor/entropy"] = 0.4 / step
             file.write(json.dumps({"step": step, "data": values}) + "\n")
 
 
@@ -91,10 +88,8 @@ def write_dump(
         header = DumpHeader(
             step=step,
             method="grail",
-            options={"preset": "official", "content_weight": 2.0},
             model="models/SmolLM2-135M-Instruct",
             special_tokens={2: "<|im_end|>"},
-            rows_in_step=len(rows),
         )
         write_step(folder, header, table_of(rows))
 
