@@ -509,7 +509,6 @@ def test_the_prompt_is_the_one_that_the_model_read() -> None:
     fast = {"chat_template_kwargs": {"fast": True}}
     for prompt, line in {
         "user: Two?;reply: ": {"prompt": ASK},
-        "tools 1; user: Two?;reply: ": {"prompt": ASK, "tools": [{"type": "function"}]},
         "user: Two?;reply quickly: ": {"prompt": ASK, **fast},
         "tools 2; user: Two?;assistant: So ": {"prompt": begun, "tools": [{}, {}], **fast},
     }.items():
@@ -600,12 +599,16 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
         call(f"{start} again")
 
 
-@pytest.mark.parametrize("name", ["analyze", "report"])
+@pytest.mark.parametrize("name", ["analyze.__main__", "report"])
 def test_help_imports_neither_torch_nor_transformers(name: str) -> None:
-    line = [sys.executable, "-X", "importtime", "-m", f"grail_advantage.{name}", "--help"]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
-    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "argparse" in modules and not {"torch", "transformers"} & modules
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules)))\n"
+        f"from grail_advantage.{name} import main\n"
+        "main(['--help'])"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert printed.startswith("usage: ") and printed.endswith("set()\n")
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
