@@ -107,7 +107,7 @@ RECORDS = changes_of(
     ("loss", [[EVIL], None]),
     ("responses", [[EVIL, 1], [1]]),
     ("tokens", [-1]),
-    ("step", [True]),
+    ("update", [None]),
 )
 FINDINGS = changes_of(
     ("name where what causes also", [1, None, [EVIL]]),
@@ -218,7 +218,7 @@ def test_a_foreign_header_costs_its_file(foreign: Foreign) -> None:
 
 def test_foreign_columns_cost_their_file(foreign: Foreign) -> None:
     """Values that no writer gives, and those of another type."""
-    figure = ["--figure", "methods", "--step", "1", "--output", "figure.svg"]
+    figure = ["--figure", "methods", "--step", "1"]
     readers = (
         partial(report.main, [str(foreign.run), *figure]),
         partial(bench, [str(foreign.tokens)]),
@@ -241,7 +241,7 @@ def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign) -> None
     keys = foreign.good["key"].to_pylist()
     numbers = [[0.5] * len(mask) for mask in foreign.good["mask"].to_pylist()]
     count = len(keys)
-    finding = Finding("scaled", "here", 0.5, "half", (("a", 1, 1.0, 0.5),)).to_dict()
+    finding = Finding(EVIL, EVIL, 0.5, EVIL, ((EVIL, 1, 1.0, 0.5),), EVIL).to_dict()
     whole = {"schema_version": 5, **received_header(1, findings=[finding])}
     tables = changes_of(
         ("received clipped effect", [[[0.5]] * count]),
@@ -253,6 +253,8 @@ def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign) -> None
         columns = {"keys": keys, "effect": numbers, **columns}
         foreign.put_received(received(values=numbers, **columns), whole)
         assert "received_000001" in foreign.problems()[0]
+        # The responses are all there, without what they received.
+        assert [row.received_T for row in read_dump(foreign.tokens)] == [None] * 16
     arrived = received(keys, numbers)
     records = [whole | record for record in RECORDS]
     records += [whole | {"findings": [finding | change]} for change in FINDINGS]

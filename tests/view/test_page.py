@@ -297,9 +297,6 @@ def test_where_a_run_may_be(tmp_path: Path) -> None:
         (problem,) = opened.dump.problems
         assert problem.startswith(f"{metrics}:2: ")
     assert open_run(run / "tokens").dump.steps == [1]
-    (run / "tokens" / "step_000002.parquet").write_bytes(b"damaged")
-    index, blocks = page_of(run)
-    assert len(blocks) == 1 and any("step_000002" in note for note in index["notes"])
     (tmp_path / "v1.0").write_text(line)
     with pytest.raises(ValueError, match=r"v1.0 is no run.*\.jsonl"):
         open_run(tmp_path / "v1.0")
@@ -356,8 +353,6 @@ def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Captur
 def test_the_command(tmp_path: Path, capsys: Capture) -> None:
     run = str(tmp_path)
     figure = [run, "--figure", "methods"]
-    assert report.main([run]) == 1
-    assert "neither metrics" in capsys.readouterr().err
     write_metrics(tmp_path, 2)
     assert report.main([*figure, "--step", "3"]) == 1
     write_dump(tmp_path / "tokens", (1, 3), methods=("grail", "surprisal"))

@@ -1,4 +1,4 @@
-"""What tokens received, in its file beside the dump's: written, read along, damaged, in words, and as a command."""
+"""What tokens received, in its file beside the dump's: written, read along, in words, and as a command."""
 
 from __future__ import annotations
 
@@ -79,16 +79,6 @@ def test_is_read_beside_the_responses(tmp_path: Path) -> None:
     assert third.updates.tolist() == [] and len(third.by_update_KT) == 0
 
 
-def test_a_damaged_file_is_named_and_costs_no_response(tmp_path: Path) -> None:
-    path = written(tmp_path, SCALED)
-    path.write_bytes(path.read_bytes()[:-20])
-    dump = read_dump(tmp_path)
-    assert [(row.key, row.received_T) for row in dump] == [(key, None) for key in LENGTHS]
-    assert dump.receipts() == []
-    (problem,) = dump.problems
-    assert str(path) in problem
-
-
 def test_findings_of_a_run_are_put_together() -> None:
     """Mismatches first, those that cover most tokens first."""
     lost = replace(SCALED, name="lost", tokens=5)
@@ -155,12 +145,3 @@ def test_nothing_to_read(tmp_path: Path, capsys: Capture) -> None:
     written(tmp_path).write_bytes(b"PAR1 broken")
     assert main([str(tmp_path)]) == NOTHING
     assert "received_000003.parquet" in capsys.readouterr().err
-
-
-def test_texts_of_a_file_cannot_act_on_the_terminal(tmp_path: Path, capsys: Capture) -> None:
-    evil = "\x1b[31mred\x07\u202e"
-    examples = ((evil, 1, 0.5, 0.2),)
-    written(tmp_path, Finding(evil, evil, 0.5, evil, examples, evil))
-    assert main([str(tmp_path)]) == 1
-    printed = capsys.readouterr().out
-    assert "red" in printed and not set("\x1b\x07\u202e") & set(printed)
