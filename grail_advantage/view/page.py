@@ -206,7 +206,9 @@ class Held:
             length = end - start
             trained = values_T[start:end][mask[start:end]].astype(np.float64)
             labels = json.loads(row["labels"] or "{}")
-            reasons = {name: rows["no_scores"][place].as_py() for name, rows in methods.items()}
+            reasons = {
+                name: of_method["no_scores"][place].as_py() for name, of_method in methods.items()
+            }
             # One advantage a response, which its first token has as well; null in a dump without it.
             advantage = base[of_base[place] : of_base[place + 1]][:1].tolist()
             entry = {
