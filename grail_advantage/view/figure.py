@@ -193,9 +193,9 @@ def wrap(texts: Sequence[str], columns: int) -> Iterator[list[tuple[int, int, st
                     yield line
                     line = []
                     column = 0
-                shown = piece.rstrip("\n")
-                line.append((token, column, shown))
-                column += len(shown)
+                drawn = piece.rstrip("\n")
+                line.append((token, column, drawn))
+                column += len(drawn)
             if part.endswith("\n"):
                 yield line
                 line = []
