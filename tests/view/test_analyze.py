@@ -31,7 +31,7 @@ from grail_advantage.analyze.tokens import labels_of, token_ranges, tokenize
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.data import Example
 from grail_advantage.dump import read_dump
-from grail_advantage.method import METHODS
+from grail_advantage.method import METHODS, register
 from tests import hosts
 from tests.core import real_tokenizers as real
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
@@ -385,9 +385,10 @@ class Fails(Method):
 
 
 def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
-    tmp_path: Path, monkeypatch: Any
+    tmp_path: Path, monkeypatch: Any, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setitem(METHODS, "fails", Fails)
+    register("fails")(Fails)
+    request.addfinalizer(partial(METHODS.pop, "fails"))
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
     chosen = {"fails": Fails(), "steady": Fails(broken=False)}
     loads: list[int] = []
