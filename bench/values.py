@@ -12,7 +12,9 @@ before them. Equal beginnings are drawn from once. The same command resumes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +27,7 @@ from bench.rollouts import (
     settings_of,
     write_lines,
 )
-from grail_advantage.analyze.lines import json_lines, read_responses
+from grail_advantage.analyze.lines import Response, json_lines, read_responses
 from grail_advantage.analyze.tokens import tokenize
 from grail_advantage.answers.expressions import compile_expression
 from grail_advantage.answers.format import BOXED, answer_format
@@ -33,26 +35,28 @@ from grail_advantage.answers.span import find_generated_spans
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.methods.fitted import starts_of_steps
 
-TOGETHER = 32  # responses between two writes
+
+class Beginning(NamedTuple):
+    """Continuations of equal ones are drawn once."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    truth: str
 
 
-def main(arguments: Sequence[str]) -> None:
-    """``python -m bench values FILE OUT --model NAME --length N``; ValueError for lines or options that are not usable."""
-    parser = parser_of("values", __doc__)
-    parser.add_argument(
-        "--separator",
-        default=r"\n+",
-        help="regular expression that ends a step (default: %(default)s)",
-    )
-    parser.add_argument("--answer", default=BOXED.name, help="as of grail_advantage.analyze")
-    options = parser.parse_args(arguments)
-    if options.samples < 2:
-        raise ValueError(
-            "--samples must be at least 2: the noise is told by two halves of the continuations"
-        )
-    settings = settings_of(options, separator=options.separator, answer=options.answer)
-    rows = read_responses(options.file)
-    records = [line for _, line in json_lines(options.file)]
+@dataclass(frozen=True)
+class Solution:
+    """A response to which values are added."""
+
+    row: Response
+    record: dict[str, Any]  # its line
+    starts: list[int]
+    beginnings: list[Beginning]  # of each start
+    is_answered: bool
+
+
+def check_rows(rows: Sequence[Response], length: int) -> None:
+    """Raise ValueError for a response that has no values."""
     for row in rows:
         if isinstance(row.response, str):
             raise ValueError(
@@ -62,10 +66,26 @@ def main(arguments: Sequence[str]) -> None:
             raise ValueError(
                 f"{row.id} has no ground_truth, by which continuations are judged; give it one"
             )
-        if len(row.response) > options.length:
+        if len(row.response) > length:
             raise ValueError(
                 f"{row.id} has {len(row.response)} tokens; give --length as it was sampled with"
             )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``python -m bench values FILE OUT --model NAME --length N``; ValueError for lines or options that are not usable."""
+    parser = parser_of("values", __doc__)
+    ends = "regular expression that ends a step (default: %(default)s)"
+    parser.add_argument("--separator", default=r"\n+", help=ends)
+    parser.add_argument("--answer", default=BOXED.name, help="as of grail_advantage.analyze")
+    options = parser.parse_args(arguments)
+    if options.samples < 2:
+        raise ValueError(
+            "--samples must be at least 2: the noise is told by two halves of the continuations"
+        )
+    settings = settings_of(options, separator=options.separator, answer=options.answer)
+    rows = read_responses(options.file)
+    check_rows(rows, options.length)
     lines = lines_in(options.out, settings, "values")
     if [line.get("id") for line in lines] != [row.id for row in rows[: len(lines)]]:
         raise ValueError(
@@ -76,58 +96,50 @@ def main(arguments: Sequence[str]) -> None:
     texts = TokenTexts(tokenizer)
     separator = compile_expression(options.separator, "--separator")
     judge = judge_of(options.reward)
-    prompts = [tuple(tokenize(row, tokenizer)[1]) for row in rows]
     responses = [torch.tensor(row.response) for row in rows]
-    spans = list(find_generated_spans(responses, tokenizer, "first", answer_format(options.answer)))
-    draw = drawer(options, "continuations", prompts)
-    digits: dict[
-        tuple[tuple[int, ...], int, str], str
-    ] = {}  # by beginning, its prompt's length and the ground truth
-    for first in range(len(lines), len(rows), TOGETHER):
-        batch = range(first, min(first + TOGETHER, len(rows)))
-        starts = {}
-        beginnings = {}
-        for index in batch:
-            ids = responses[index].tolist()
-            span = spans[index]
-            starts[index] = starts_of_steps(
-                texts, responses[index].numpy(), separator, span.start if span else None
-            )
-            about = (len(prompts[index]), str(rows[index].ground_truth))
-            beginnings[index] = [
-                ((*prompts[index], *ids[:start]), *about) for start in starts[index]
-            ]
-        new = list({key: None for keys in beginnings.values() for key in keys if key not in digits})
+    spans = find_generated_spans(responses, tokenizer, "first", answer_format(options.answer))
+    solutions = []
+    for row, (_, record), response, span in zip(
+        rows, json_lines(options.file), responses, spans, strict=True
+    ):
+        answer_start = span.start if span else None
+        starts = starts_of_steps(texts, response.numpy(), separator, answer_start)
+        prompt = tuple(tokenize(row, tokenizer)[1])
+        truth = str(row.ground_truth)
+        beginnings = [Beginning(prompt, tuple(row.response[:start]), truth) for start in starts]
+        solutions.append(Solution(row, record, starts, beginnings, span is not None))
+    draw = drawer(options, "continuations", [row.beginnings[0].prompt for row in solutions])
+    digits: dict[Beginning, str] = {}
+
+    def add_digits(beginnings: Sequence[Beginning]) -> None:
         # Of 100 tokens, a beginning with 30 of the response leaves 70.
-        limits = [options.length - len(prefix) + prompt_length for prefix, prompt_length, _ in new]
-        drawn = draw([prefix for prefix, _, _ in new], limits)
-        for key, continuations in zip(new, drawn, strict=True):
-            prefix, prompt_length, truth = key
+        limits = [options.length - len(key.response) for key in beginnings]
+        drawn = draw([key.prompt + key.response for key in beginnings], limits)
+        for key, continuations in zip(beginnings, drawn, strict=True):
             # A response is judged as a whole: its answer may be in front of the continuation.
-            wholes = [[*prefix[prompt_length:], *continuation] for continuation in continuations]
-            verdicts = [
-                judge(text, truth)
-                for text in tokenizer.batch_decode(wholes, skip_special_tokens=True)
-            ]
-            digits[key] = "".join(str(int(is_right)) for is_right in verdicts)
-        for index in batch:
-            row = rows[index]
-            is_right = judge(
-                tokenizer.decode(responses[index], skip_special_tokens=True), str(row.ground_truth)
-            )
+            wholes = [[*key.response, *continuation] for continuation in continuations]
+            whole_texts = tokenizer.batch_decode(wholes, skip_special_tokens=True)
+            digits[key] = "".join(str(int(judge(text, key.truth))) for text in whole_texts)
+
+    def lines_of(batch: Sequence[Solution]) -> Iterator[dict[str, Any]]:
+        keys = [key for solution in batch for key in solution.beginnings if key not in digits]
+        # Sorted, as the sampler takes neighbours together.
+        add_digits(sorted(dict.fromkeys(keys), key=lambda key: len(key.prompt + key.response)))
+        for solution in batch:
+            row = solution.row
+            text = tokenizer.decode(row.response, skip_special_tokens=True)
+            is_right = judge(text, str(row.ground_truth))
             if row.reward is not None and (row.reward > 0) != is_right:
                 raise ValueError(
                     f"{row.id} has the reward {row.reward:g}, not that of --reward; name the run's own"
                 )
             values = {
-                "starts": starts[index],
-                "right": [digits[key] for key in beginnings[index]],
+                "starts": solution.starts,
+                "right": [digits[key] for key in solution.beginnings],
                 "reward": float(is_right),
-                "answered": spans[index] is not None,
+                "answered": solution.is_answered,
                 "settings": settings,
             }
-            lines.append(
-                {**records[index], "id": row.id, "reward": float(is_right), "values": values}
-            )
-        write_lines(options.out, lines)
-        print(f"{batch.stop} of {len(rows)} responses, {len(digits)} beginnings", flush=True)
+            yield {**solution.record, "id": row.id, "reward": float(is_right), "values": values}
+
+    write_lines(options.out, lines, solutions[len(lines) :], lines_of)

@@ -41,7 +41,7 @@ def test_lines_that_no_table_can_use_are_counted_and_left_out(
         "1 controls",
         "1 without an answer",
         "1 correct in spite",
-        "1 incorrect, no first error",
+        "1 no outcome or no first error",
     ):
         assert count in printed
 
