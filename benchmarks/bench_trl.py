@@ -113,10 +113,9 @@ def main() -> None:
                 for name, (trainer, rows) in trainers.items()
             }
             repeats = timer.in_turn(timed, options.repeats)
-        for name in VARIANTS:
-            figures[name][f"{precision}, x stock"] = [
-                repeat[name] / repeat["stock"] for repeat in repeats
-            ]
+        for name, seconds in repeats.items():
+            pairs = zip(seconds, repeats["stock"], strict=True)
+            figures[name][f"{precision}, x stock"] = [value / stock for value, stock in pairs]
     print(origin, "", *timer.table(figures), sep="\n")
 
 

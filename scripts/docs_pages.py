@@ -73,8 +73,8 @@ class Option(NamedTuple):
         """Returns an item of a list; ``allowed`` is what the default does not say."""
         allowed = self.allowed
         if allowed.startswith("`"):
-            others = [choice for choice in allowed.split(", ") if choice not in self.default]
-            allowed = f"or {', '.join(others)}" if others else ""
+            further = [choice for choice in allowed.split(", ") if choice not in self.default]
+            allowed = f"or {', '.join(further)}" if further else ""
         values = "; ".join(filter(None, [self.default, allowed]))
         return f"- {self.name} ({values}): {_names(self.meaning)}"
 
@@ -99,9 +99,9 @@ def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -
         # A default that the schema does not have may follow from another option, such as a preset.
         if schema.get("default") is None and value is not None:
             # The control decides no option, and not every class takes each of its values.
-            for other in schemas.keys() - {name, "control"}:
-                for choice in schemas[other].get("enum", ()):
-                    changed = value_of(name, **{other: choice})
+            for cause in [cause for cause in schemas if cause not in (name, "control")]:
+                for choice in schemas[cause].get("enum", ()):
+                    changed = value_of(name, **{cause: choice})
                     if changed != value:
                         defaults.append(f"{_value(changed)} with `{choice}`")
         limits = [f"{sign} {schema[key]:g}" for key, sign in SIGNS.items() if key in schema]
@@ -184,11 +184,11 @@ def reference() -> list[str]:
 
 def _owners(owners: Sequence[type]) -> str:
     """Returns the methods of these classes, or which are none of them where they are fewer."""
-    in_them = [method for method in KNOWN if type(method) in owners]
-    others = [method for method in KNOWN if type(method) not in owners]
-    if not others:
+    members = [method for method in KNOWN if type(method) in owners]
+    rest = [method for method in KNOWN if type(method) not in owners]
+    if not rest:
         return "Every method"
-    return f"All but {_heading(others)}" if len(others) < len(in_them) else _heading(in_them)
+    return f"All but {_heading(rest)}" if len(rest) < len(members) else _heading(members)
 
 
 def _modes() -> list[str]:
@@ -392,7 +392,7 @@ def published() -> list[str]:
 def passages() -> dict[tuple[str, str], list[str]]:
     """Returns the lines of each passage by its page and the name of its markers."""
     refused, warned = _by_outcome(verl_rules.RULES)
-    kept = _of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING)
+    skipping = _of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING)
     forward = _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE)
     return {
         ("methods", "methods"): overview(),
@@ -400,7 +400,7 @@ def passages() -> dict[tuple[str, str], list[str]]:
         ("metrics", "metrics"): figures(),
         ("works_with", "refused"): refused,
         ("works_with", "warned"): warned,
-        ("works_with", "kept"): kept,
+        ("works_with", "kept"): skipping,
         ("works_with", "trl"): trl(),
         ("loss_and_advantage", "forward"): forward,
         ("turns", "biases"): biases(),

@@ -24,7 +24,7 @@ ARGUMENTS = [
     "--disable-background-networking",
     "--disable-sync",
 ]
-METHODS = "--method grail --method oar_g --method entropy --method uniform".split()
+METHODS = ["--method", "grail", "--method", "oar_g", "--method", "entropy", "--method", "uniform"]
 FIGURE = ["--figure", "methods", "--step", "0", "--row", "5", "--width", "4.2"]
 OPEN = "#rollout=0.5&token=8"
 
