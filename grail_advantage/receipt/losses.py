@@ -41,9 +41,8 @@ class Loss:
     aggregation: str = "token-mean"  # one of AGGREGATIONS
     over: str = "update"  # one of OVER
     norm: float | None = None  # the constant of seq-mean-token-sum-norm: tokens
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the formula: low, high, cap (the dual clip's), ...
+    # Of the formula: low, high, cap (the dual clip's), ...
+    options: Mapping[str, Any] = field(default_factory=dict)
     kl: str | None = None  # the estimator of a KL term in the loss, one of KL
     kl_coef: float = 0.0
 
@@ -178,27 +177,21 @@ class Batch:
 
     advantages_BT: torch.Tensor  # token advantages, after weighting
     mask_BT: torch.Tensor  # True where a token counts in the loss
-    old_log_probs_BT: torch.Tensor | None = (
-        None  # as the loss gets them; None: its own ones, detached (ratio 1)
-    )
-    weights_BT: torch.Tensor | None = (
-        None  # importance weights that multiply each token's loss beside the ratio
-    )
-    ref_log_probs_BT: torch.Tensor | None = (
-        None  # the reference policy's, where the loss has a KL term
-    )
-    left_out_B: torch.Tensor | None = (
-        None  # True for a response that is left out of the updates on purpose
-    )
+    # As the loss gets them; None: its own ones, detached (ratio 1)
+    old_log_probs_BT: torch.Tensor | None = None
+    # Importance weights that multiply each token's loss beside the ratio
+    weights_BT: torch.Tensor | None = None
+    # The reference policy's, where the loss has a KL term
+    ref_log_probs_BT: torch.Tensor | None = None
+    # True for a response that is left out of the updates on purpose
+    left_out_B: torch.Tensor | None = None
     updates: int = 1  # optimiser steps of an epoch
     epochs: int = 1  # how often each response is used
     ranks: int = 1  # whose gradients are averaged: each one's g is divided by it
-    on_policy: bool = (
-        True  # the first update trains the policy of the old log-probabilities: its ratio is 1
-    )
-    keys: list[str] | None = (
-        None  # names of the responses in findings; their numbers from 0 without
-    )
+    # The first update trains the policy of the old log-probabilities: its ratio is 1
+    on_policy: bool = True
+    # Names of the responses in findings; their numbers from 0 without
+    keys: list[str] | None = None
     totals_U2: torch.Tensor | None = None
 
 
@@ -393,10 +386,8 @@ def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         value = descent(losses_bT)
         term = descent(loss.kl_coef * _kl_term(loss, t)) if loss.kl and t.ref is not None else 0.0
     clipped = (value == 0) & (tokens.advantages * tokens.weights != 0)
-    if loss.account in (
-        "clip",
-        "cispo",
-    ):  # by a whole response's ratio, and by a clamp, a clipped token trains too
+    # By a whole response's ratio, and by a clamp, a clipped token trains too
+    if loss.account in ("clip", "cispo"):
         clipped |= losses_bT.detach() != losses(opened(loss), tokens)
     return value + term, clipped & tokens.mask
 

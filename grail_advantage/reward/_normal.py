@@ -69,9 +69,8 @@ _BARE_WORDS = (
     rf"|(?<=[0-9)}}%] ?|\\[a-z]+ ){_SHORT_WORDS})(?![A-Za-z(])"
     r"(?: (?!(?:and|or)(?!\pL))(?:[A-Za-z][A-Za-z]+|a)(?![A-Za-z(]))*"
 )
-_LETTER = (
-    r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"  # of a choice, behind which words are the answer
-)
+# Of a choice, behind which words are the answer
+_LETTER = r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"
 _UNIT = rf"\\text\{{(?:[^{{}}0-9]|\^ ?\{{? ?-?[0-9] ?\}}?|(?<=[a-z])[23](?= ?\}}))+\}}{_POWER}"
 _UNITS = (
     rf"(?<=[0-9}})\]a-zA-Z|.!%] ?)(?<!{_LETTER}) ?(?:{_UNIT}|\\frac ?\{{ ?{_UNIT} ?\}} ?\{{ ?{_UNIT} ?\}})"

@@ -21,9 +21,8 @@ from grail_advantage.reward._normal import normal
 
 logger = logging.getLogger(__name__)
 
-MAX_ANSWER_CHARS = (
-    1000  # longer texts count as incorrect without being parsed: math-verify takes seconds for them
-)
+# Longer texts count as incorrect without being parsed: math-verify takes seconds for them
+MAX_ANSWER_CHARS = 1000
 _REMEDY = "give text, a number or a list of them"
 _NOTHING = re.compile(r"(?i)\[?\s*(?:nan|null|<na>|nat|)\s*\]?|\{\s*\}|\(\s*\)")
 _QUOTED = re.compile(

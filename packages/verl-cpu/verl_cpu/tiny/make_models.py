@@ -155,12 +155,10 @@ def warm_up(
 class AgentSettings:
     """Supervised training on conversations with mistakes."""
 
-    error_rate: float = (
-        0.35  # probability that a step's result is wrong: any other one, all equally likely
-    )
-    stop_rate: float = (
-        0.06  # probability, before each step, that the model stops there and boxes the value so far
-    )
+    # Probability that a step's result is wrong: any other one, all equally likely
+    error_rate: float = 0.35
+    # Probability, before each step, that the model stops there and boxes the value so far
+    stop_rate: float = 0.06
     extra_rate: float = 0.3  # probability of a call after the last step
     batch_size: int = 32
     learning_rate: float = 2e-3

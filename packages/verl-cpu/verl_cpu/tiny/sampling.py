@@ -11,9 +11,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny.task import Problem, boxed_answer
 
-MAX_RESPONSE_TOKENS = (
-    64  # six steps and a box take at most 57 while the running value stays in the task's range
-)
+# Six steps and a box take at most 57 while the running value stays in the task's range
+MAX_RESPONSE_TOKENS = 64
 MAX_LONG_TOKENS = 200  # likewise, in more words
 TOGETHER = 512  # responses that are sampled together
 
