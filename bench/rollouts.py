@@ -27,7 +27,7 @@ from grail_advantage.dump import write_whole
 from verl_cpu.tiny.sampling import sample
 
 TOGETHER = 32  # questions or responses between two writes
-DECIDING = ("model", "samples", "length", "temperature", "reward", "device")
+DECIDING = ("model", "samples", "length", "temperature", "reward", "device", "separator", "answer")
 """Options that change what is drawn."""
 Prefix = tuple[int, ...]
 Draw = Callable[[Sequence[Prefix], Sequence[int]], list[list[list[int]]]]

@@ -13,7 +13,6 @@ before them. Equal beginnings are drawn from once. The same command resumes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,17 +43,6 @@ class Beginning(NamedTuple):
     truth: str
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A response to which values are added."""
-
-    row: Response
-    record: dict[str, Any]  # its line
-    starts: list[int]
-    beginnings: list[Beginning]  # of each start
-    is_answered: bool
-
-
 def check_rows(rows: Sequence[Response], length: int) -> None:
     """Raise ValueError for a response that has no values."""
     for row in rows:
@@ -83,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError(
             "--samples must be at least 2: the noise is told by two halves of the continuations"
         )
-    settings = settings_of(options, separator=options.separator, answer=options.answer)
+    settings = settings_of(options)
     rows = read_responses(options.file)
     check_rows(rows, options.length)
     lines = lines_in(options.out, settings, "values")
@@ -98,20 +86,23 @@ def main(arguments: Sequence[str]) -> None:
     judge = judge_of(options.reward)
     responses = [torch.tensor(row.response) for row in rows]
     spans = find_generated_spans(responses, tokenizer, "first", answer_format(options.answer))
-    solutions = []
-    for row, (_, record), response, span in zip(
-        rows, json_lines(options.file), responses, spans, strict=True
-    ):
+    items = []
+    lines_of_file = json_lines(options.file)
+    for row, (_, record), response, span in zip(rows, lines_of_file, responses, spans, strict=True):
         answer_start = span.start if span else None
         starts = starts_of_steps(texts, response.numpy(), separator, answer_start)
         prompt = tuple(tokenize(row, tokenizer)[1])
         truth = str(row.ground_truth)
-        beginnings = [Beginning(prompt, tuple(row.response[:start]), truth) for start in starts]
-        solutions.append(Solution(row, record, starts, beginnings, span is not None))
-    draw = drawer(options, "continuations", [row.beginnings[0].prompt for row in solutions])
+        keys = [Beginning(prompt, tuple(row.response[:start]), truth) for start in starts]
+        values = {"starts": starts, "answered": span is not None, "settings": settings}
+        items.append((row, {**record, "id": row.id}, values, keys))
+    draw = drawer(options, "continuations", [keys[0].prompt for *_, keys in items])
     digits: dict[Beginning, str] = {}
 
-    def add_digits(beginnings: Sequence[Beginning]) -> None:
+    def lines_of(batch: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        new = {key: None for *_, keys in batch for key in keys if key not in digits}
+        # Sorted, as the sampler takes neighbours together.
+        beginnings = sorted(new, key=lambda key: len(key.prompt + key.response))
         # Of 100 tokens, a beginning with 30 of the response leaves 70.
         limits = [options.length - len(key.response) for key in beginnings]
         drawn = draw([key.prompt + key.response for key in beginnings], limits)
@@ -120,26 +111,19 @@ def main(arguments: Sequence[str]) -> None:
             wholes = [[*key.response, *continuation] for continuation in continuations]
             whole_texts = tokenizer.batch_decode(wholes, skip_special_tokens=True)
             digits[key] = "".join(str(int(judge(text, key.truth))) for text in whole_texts)
-
-    def lines_of(batch: Sequence[Solution]) -> Iterator[dict[str, Any]]:
-        keys = [key for solution in batch for key in solution.beginnings if key not in digits]
-        # Sorted, as the sampler takes neighbours together.
-        add_digits(sorted(dict.fromkeys(keys), key=lambda key: len(key.prompt + key.response)))
-        for solution in batch:
-            row = solution.row
+        for row, record, values, keys in batch:
             text = tokenizer.decode(row.response, skip_special_tokens=True)
-            is_right = judge(text, str(row.ground_truth))
+            is_right = judge(text, keys[0].truth)
             if row.reward is not None and (row.reward > 0) != is_right:
                 raise ValueError(
                     f"{row.id} has the reward {row.reward:g}, not that of --reward; name the run's own"
                 )
-            values = {
-                "starts": solution.starts,
-                "right": [digits[key] for key in solution.beginnings],
-                "reward": float(is_right),
-                "answered": solution.is_answered,
-                "settings": settings,
+            reward = float(is_right)
+            right = [digits[key] for key in keys]
+            yield {
+                **record,
+                "reward": reward,
+                "values": {**values, "right": right, "reward": reward},
             }
-            yield {**solution.record, "id": row.id, "reward": float(is_right), "values": values}
 
-    write_lines(options.out, lines, solutions[len(lines) :], lines_of)
+    write_lines(options.out, lines, items[len(lines) :], lines_of)
