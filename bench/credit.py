@@ -36,7 +36,8 @@ from bench.table import (
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.text_io import table
 
-LEAST = 3  # steps before the answer of a response that is used
+# Steps before the answer of a response that is used
+LEAST = 3
 FOLLOWS = "follows credit"
 BASE = "the response's advantage"
 EARLIER = "earlier first"
@@ -67,10 +68,14 @@ class Case:
 
     row: DumpRow
     advantage: float
-    label: Label  # its steps before the answer; to blame is that of the largest significant loss
-    step_T: np.ndarray  # int; of all tokens
-    credit_3J: np.ndarray  # by all continuations, and by either half of them
-    steps: int  # M
+    # Its steps before the answer; to blame is that of the largest significant loss
+    label: Label
+    # Int; of all tokens
+    step_T: np.ndarray
+    # By all continuations, and by either half of them
+    credit_3J: np.ndarray
+    # M
+    steps: int
     methods: dict[str, TokenAdvantages]
 
     @property
@@ -90,7 +95,8 @@ def largest_loss(credit_M: np.ndarray, bits_JK: np.ndarray) -> int | None:
     """The step of the largest loss, if it is significant among the M steps (Fisher's test, Bonferroni's correction)."""
     step = int(credit_M.argmin())
     right_J = bits_JK.sum(axis=1)
-    p = 0.0  # after the last step comes the reward, which has no noise
+    # After the last step comes the reward, which has no noise
+    p = 0.0
     if step + 1 < len(right_J):
         counts_2 = right_J[step : step + 2]
         p = stats.fisher_exact([counts_2, bits_JK.shape[1] - counts_2]).pvalue
@@ -206,7 +212,8 @@ def within(cases: Sequence[Case], name: str) -> list[Estimate]:
     for case, mean_M in zip(cases, means, strict=True):
         key = case.steps, case.problem
         peers = counts[case.steps] - counts[key]
-        peer_M = mean_M  # without a peer it is compared with itself, and adds nothing
+        # Without a peer it is compared with itself, and adds nothing
+        peer_M = mean_M
         if peers:
             peer_M = (sums[case.steps] - sums[key]) / peers
         beyond.append(mean_M - peer_M)

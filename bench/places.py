@@ -28,9 +28,12 @@ SHUFFLES = 20
 class Label:
     """A response by steps, and the step that should be blamed."""
 
-    step_T: np.ndarray  # int; the step of each token, -1 for those that are not compared
-    kind_T: np.ndarray  # int; tokens of one kind have the same number
-    step: int | None = None  # None: no step
+    # Int; the step of each token, -1 for those that are not compared
+    step_T: np.ndarray
+    # Int; tokens of one kind have the same number
+    kind_T: np.ndarray
+    # None: no step
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class TokenAdvantages:
     """A method's advantages in a response."""
 
     advantage_T: np.ndarray
-    scored_T: np.ndarray | bool = True  # bool; the tokens that it scored
+    # Bool; the tokens that it scored
+    scored_T: np.ndarray | bool = True
     no_scores: str | None = None
 
 
@@ -48,10 +52,13 @@ class Record(NamedTuple):
     key: str
     problem: str
     no_scores: str | None
-    auroc_M: np.ndarray  # of each step, as if it were the one
-    place: float = math.nan  # of the label's step: 0 for the first, 1 for the last
+    # Of each step, as if it were the one
+    auroc_M: np.ndarray
+    # Of the label's step: 0 for the first, 1 for the last
+    place: float = math.nan
     auroc: float = math.nan
-    shuffled: float = math.nan  # in place of the AUROC, by controls
+    # In place of the AUROC, by controls
+    shuffled: float = math.nan
     kinds: float = math.nan
 
 

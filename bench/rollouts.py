@@ -26,7 +26,8 @@ from grail_advantage.analyze.models import check_options, files_digest, model_of
 from grail_advantage.dump import write_whole
 from verl_cpu.tiny.sampling import sample
 
-TOGETHER = 32  # questions or responses between two writes
+# Questions or responses between two writes
+TOGETHER = 32
 DECIDING = ("model", "samples", "length", "temperature", "reward", "device", "separator", "answer")
 """Options that change what is drawn."""
 Prefix = tuple[int, ...]
@@ -158,7 +159,8 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
     from recipe.evaluate.sampling import resolve_model, start_engine
 
     runner = asyncio.Runner()
-    atexit.register(runner.close)  # after the engine's shutdown, whose tasks it holds
+    # After the engine's shutdown, whose tasks it holds
+    atexit.register(runner.close)
     folder = resolve_model(options.model)[0]
     names = map(str, itertools.count())
 

@@ -15,7 +15,8 @@ class Estimate(NamedTuple):
     """A figure with its standard error."""
 
     value: float
-    error: float = math.nan  # nan where it is not known
+    # nan where it is not known
+    error: float = math.nan
     # Independent parts, such as problems; of a difference of two samples, its degrees of freedom and 1
     count: float = 1
 

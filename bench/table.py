@@ -23,7 +23,8 @@ from grail_advantage.answers.missing import is_low
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.text_io import table
 
-FEWEST = 10  # problems below which nothing is said of a method, and controls of a response
+# Problems below which nothing is said of a method, and controls of a response
+FEWEST = 10
 LEAST_SCORED = 0.5
 SIGNIFICANT = 0.05
 FINDS = "finds errors"

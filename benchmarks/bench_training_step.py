@@ -28,7 +28,8 @@ from grail_advantage.method import build, methods
 if TYPE_CHECKING:
     from benchmarks.verl_host import VerlHost
 
-    HostOf = Callable[..., VerlHost]  # by numbers of responses: scored, and without advantage
+    # By numbers of responses: scored, and without advantage
+    HostOf = Callable[..., VerlHost]
 
 BASELINE = "uniform"
 GRPO = "GRPO"
@@ -38,20 +39,25 @@ SELECTED = 0.35
 """Share of the responses with an advantage that needs scores."""
 ZERO_ADVANTAGE = (0.0, 0.25, 0.5, 0.75)
 """Shares of responses without an advantage."""
-UNMEASURED = ("fitted", "progress_advantage")  # they need a fit to values, and a reference model
+# They need a fit to values, and a reference model
+UNMEASURED = ("fitted", "progress_advantage")
 
 
 class Variant(NamedTuple):
     """How a step is run."""
 
-    method: str | None = None  # without one it is GRPO's
-    skips: bool = False  # leaves out responses without an advantage
-    reuses: bool = False  # takes old log-probabilities from the update's own forward
+    # Without one it is GRPO's
+    method: str | None = None
+    # Leaves out responses without an advantage
+    skips: bool = False
+    # Takes old log-probabilities from the update's own forward
+    reuses: bool = False
 
 
 VARIANTS = {
     GRPO: Variant(),
-    "uniform": Variant("uniform"),  # gives every token weight 1: GRPO with what all methods share
+    # Gives every token weight 1: GRPO with what all methods share
+    "uniform": Variant("uniform"),
     "uniform, skipping": Variant("uniform", skips=True),
     "uniform, skipping, own forward": Variant("uniform", skips=True, reuses=True),
     "GRAIL": Variant("grail"),
@@ -64,8 +70,10 @@ VARIANTS = {
 class Seconds(NamedTuple):
     """Seconds of a step with one epoch, by stage."""
 
-    forward: float  # the old log-probabilities
-    scores: float  # the method's pass
+    # The old log-probabilities
+    forward: float
+    # The method's pass
+    scores: float
     weights: float
     update: float
 

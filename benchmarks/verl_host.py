@@ -110,7 +110,8 @@ class VerlHost:
         self._rollouts = rollouts
         self.device = "cpu" if get_device_name() == "cpu" else "cuda"
         self._output: dict[str, torch.Tensor] = {}
-        self.pass_seconds = 0.0  # of the latest call of scores()
+        # Of the latest call of scores()
+        self.pass_seconds = 0.0
 
     def weigh(self, method: BaseMethod) -> Weighed:
         """What the method makes of the batch."""

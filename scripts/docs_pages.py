@@ -349,7 +349,8 @@ def contract() -> list[str]:
     it may write."""
     lines = ["```python"]
     for record in (Rollouts, Row, RowScores):
-        source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]  # keys: of hosts
+        # Keys: of hosts
+        source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]
         names = [*record.__dataclass_fields__, "#"]
         source = re.sub(
             "  # type: ignore.*", "", source.replace("field(default_factory=dict)", "{}")

@@ -11,8 +11,10 @@ from pathlib import Path
 # All files, but for these.
 ROOMS = (
     "*.py",
-    ":!grail_advantage/dump.py",  # an option is called `every`
-    ":!grail_advantage/methods/sessions.py",  # a session's field and an argument are called `before`
+    # An option is called `every`
+    ":!grail_advantage/dump.py",
+    # A session's field and an argument are called `before`
+    ":!grail_advantage/methods/sessions.py",
     ":!grail_advantage/methods/turn_lists.py",
     ":!tests/core/*receipt*",
     ":!tests/view/synthetic.py",

@@ -41,7 +41,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_check.machine", device]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as machine:
         for line in machine.stdout or ():
-            if line.startswith('["'):  # libraries print more
+            # Libraries print more
+            if line.startswith('["'):
                 outcome.check(*json.loads(line))
     outcome.check(
         "these checks come to their end",

@@ -39,7 +39,8 @@ PEAK = "peak, GiB"
 def run(outcome: Outcome, device: str = "cuda") -> None:
     """All checks of the part; on the CPU at toy size."""
     full = device == "cuda"
-    torch.set_float32_matmul_precision("highest")  # no TF32
+    # No TF32
+    torch.set_float32_matmul_precision("highest")
     with outcome.attempt("weights of the device against the CPU"):
         small = "small" if full else "toy"
         model = random_model(small, "cpu", torch.float32)

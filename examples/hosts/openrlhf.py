@@ -26,7 +26,8 @@ from grail_advantage.receipt import Batch, Loss, Watch, check
 from grail_advantage.receipt.report import write
 from grail_advantage.weigh import deal, weigh
 
-PLACE = "token_weights_place"  # of a response in the rollout batch, on its way through the replay buffer
+# Of a response in the rollout batch, on its way through the replay buffer
+PLACE = "token_weights_place"
 
 
 class OpenRLHFHost:
@@ -257,7 +258,8 @@ PARSE_ARGS = argparse.ArgumentParser.parse_args
 
 def parse_args(parser, *arguments):
     """OpenRLHF's call of its parser, which gets the flags of token weights. ValueError: flags that do not go together."""
-    argparse.ArgumentParser.parse_args = PARSE_ARGS  # for all other parsers
+    # For all other parsers
+    argparse.ArgumentParser.parse_args = PARSE_ARGS
     add = parser.add_argument_group("token weights").add_argument
     add("--token_weights.method", default="grail", help="its name")
     add("--token_weights.options", default="{}", help="of the method, as JSON")
@@ -286,6 +288,7 @@ def main():
 
 
 if __name__ == "__main__":
-    from examples.hosts import openrlhf  # by a name under which other processes find its classes
+    # By a name under which other processes find its classes
+    from examples.hosts import openrlhf
 
     openrlhf.main()

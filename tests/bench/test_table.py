@@ -208,7 +208,8 @@ def test_steps_without_a_token_are_none() -> None:
     row = DumpRow(labels=labels, tokens=["1", "+", "2", "a", " ", ""], mask_T=np.ones(6))
     label = table.label_of(row)
     assert label.step_T.tolist() == [0, 0, 1, 1, 2, -1] and label.step is None
-    assert len(set(label.kind_T.tolist())) == 4  # number, sign, word, blank
+    # Number, sign, word, blank
+    assert len(set(label.kind_T.tolist())) == 4
     labels["wrong_step"] = [2, 4]
     labels["answer"] = [4, 5]
     label = table.label_of(row)
