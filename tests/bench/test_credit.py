@@ -88,6 +88,7 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lin
 
 def test_the_same_command_resumes_to_the_same_bytes(lines: Path) -> None:
     source = lines.with_name("sums.jsonl")
+    # 40 of the 96 responses first, then all of them into the same file.
     part = lines.with_name("part.jsonl")
     part.write_text("".join(source.read_text().splitlines(keepends=True)[:40]))
     resumed = lines.with_name("resumed.jsonl")
@@ -97,6 +98,7 @@ def test_the_same_command_resumes_to_the_same_bytes(lines: Path) -> None:
     for option, value in (("temperature", "0.5"), ("device", "vllm")):
         with pytest.raises(SystemExit, match=f"another {option}"):
             with_values(source, resumed, f"--{option}", value)
+    # Without its first line, the file begins with another response than the values do.
     with pytest.raises(SystemExit, match="does not hold the first lines"):
         shifted = lines.with_name("shifted.jsonl")
         shifted.write_text("".join(source.read_text().splitlines(keepends=True)[1:]))
@@ -126,6 +128,7 @@ def test_what_has_no_values_is_refused(
 def test_significant_losses_are_the_first_errors(folder: Path) -> None:
     cases, counts = credit.read(folder)
     losses = [case for case in cases if case.label.step is not None]
+    # Enough of them, so that the loop says something.
     assert len(losses) > 8 and counts["incorrect"] > 30
     for case in losses:
         errors = find_errors(Problem.parse(case.row.key.split("/")[0]), case.row.response)
@@ -139,15 +142,18 @@ def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[
         if line.startswith("|"):
             name, *cells = line.strip("| ").split(" | ")
             rows[name] = cells
+    # The first column is the verdict, the second the correlation within incorrect responses.
     assert rows["step_values"][1].startswith("+0.")
     assert rows["probability"][1].startswith("-0.")
     assert rows["uniform"].count("+0.00 ± 0.00") >= 3
     assert {"planted", "earlier first", "kind alone", "noise"} < rows.keys()
+    # No line has an effect, so there is no column of it.
     assert "effect" not in rows["method"]
 
 
 def test_the_effect_is_the_share_of_the_change_that_went_with_the_credit(folder: Path) -> None:
     cases, _ = credit.read(folder)
+    # Every fourth token moves against its advantage, the others with it.
     for case in cases:
         advantage_T = case.methods["step_values"].advantage_T
         case.row.effect_T = np.where(np.arange(len(advantage_T)) % 4 == 0, -1, 1) * advantage_T
@@ -162,6 +168,7 @@ def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path) -> None:
     main(["fit", str(folder), str(out)])
     written = read_fit(str(out))
     assert written.separator == ";" and written.origin["responses"] > 60
+    # The method with this fit, on the responses that it was fitted to.
     seen = lines.with_name("fitted")
     cases, _ = credit.read(analyzed(lines, seen, {"fitted": build("fitted", {"file": str(out)})}))
     gain = jackknife(credit.cosine(cases, "fitted") - credit.cosine(cases, credit.BASE))
@@ -172,6 +179,7 @@ def test_no_fit_is_written_for_shuffled_values_or_one_sign(folder: Path) -> None
     generator = np.random.default_rng(0)
     shuffled = []
     for case in credit.read(folder)[0]:
+        # Each response keeps its credit, on other steps.
         order = generator.permutation(len(case.credit_J))
         shuffled.append(replace(case, credit_3J=case.credit_3J[:, order]))
     with pytest.raises(ValueError, match="nothing is written"):
@@ -212,6 +220,7 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
     for number in range(160):
         steps = int(generator.integers(4, 7))
         texts = ["{}+{}={};".format(*generator.integers(10, size=3)) for _ in range(steps)]
+        # Flat: a half of the continuations is right from every step.
         values = np.full(steps + 1, 0.5)
         if not flat:
             further = int(generator.integers(0, 2) * generator.integers(0, steps - 1))
@@ -229,6 +238,7 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
             "swapped": change[order].tolist(),
             "place": [-1.0 * (place == 1) for place in range(steps + 1)],
         }
+        # Of four responses to a problem the last is correct: advantages -0.25 and 0.75.
         reward = float(number % 4 == 3)
         bits = generator.binomial(1, values[:, None], (steps + 1, samples))
         values_of = {
@@ -266,6 +276,7 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     within = {name: row["within, incorrect"].value for name, row in figures.items()}
     beyond = {name: row["beyond place, incorrect"].value for name, row in figures.items()}
     assert within["credit"] == pytest.approx(1, abs=0.12)
+    # The usual place of the loss is told from other places, and nothing beyond them.
     assert within["place"] > 0.3
     for name in ("noise", "swapped"):
         assert abs(within[name]) < 0.2 and abs(beyond[name]) < 0.2
@@ -273,6 +284,7 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     assert samples == 4 or figures["credit"]["AUROC, largest loss"].value > 0.95
     gain = figures["credit"]["cosine less uniform's"]
     assert gain.value > gain.half
+    # Uniform has the sign of the outcome, which noise has not.
     gain = figures["noise"]["cosine less uniform's"]
     assert gain.value < -gain.half
     main([str(tmp_path / "seen")])
@@ -331,6 +343,7 @@ def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
         rest = [terms for name, terms in by_group.items() if name != group]
         without.append(correlation_of(list(chain(*rest))))
     groups = len(without)
+    # The jackknife's: (P - 1) / P times the sum of squares, P times the variance.
     error = np.sqrt((groups - 1) * np.var(without))
     beyond = figures["beyond place, incorrect"]
     assert beyond.value == pytest.approx(correlation_of(list(chain(*by_group.values()))), rel=1e-5)

@@ -24,8 +24,10 @@ def test_steps_by_hand() -> None:
             Seconds(2.0, 3.0, 0.0, 6.0),
         ],
     }
+    # 2 + 0.7 + 0.1 + 6 s, and two further epochs of 6 s.
     assert repeats["saliency"][0].with_epochs(3) == pytest.approx(8.8 + 12.0)
     got = compared(repeats)
+    # What the pass adds, by the median forward of 2 s; steps by medians: 8, 8.8 and 10.5 s.
     expected = {"uniform": [0.0] * 3, "saliency": [0.4] * 3, "log_probs": [1.25, 1.0, 1.5]}
     for name, forwards in expected.items():
         assert got[name]["forwards"] == pytest.approx(forwards)

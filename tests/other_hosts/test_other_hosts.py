@@ -112,6 +112,7 @@ def check_receipts(folder: Path, tokens: Sequence[int]) -> None:
             finding["name"] for finding in record["findings"] if finding["mismatch"]
         }
         assert record["updates"] == 2
+    # The fault is planted in the third rollout.
     assert list(mismatches.values()) == [set()] * (ROLLOUTS - 1) + [{"flattened"}], records
     for step, count in zip(steps, tokens, strict=True):
         assert sum(record["tokens"] for record in records if record["step"] == step) == count
@@ -204,6 +205,7 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
     differences = []
     for step in range(ROLLOUTS):
         recorded = torch.load(folder / f"step_{step}.pt", weights_only=False)
+        # The first rollout is by the model as it was.
         state = torch.load(folder / f"policy_{step}.pt") if step else None
         policy = load_policy(folder, torch.bfloat16, state)
 
@@ -248,6 +250,7 @@ def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path) -> None:
     (folder / "commands.json").write_text(json.dumps(commands))
     output = run(folder, "tests.other_hosts.openrlhf_cpu", ["commands.json"])
     messages = [line for line in output.splitlines() if line.startswith("ValueError: ")]
+    # Each message names the flag, or the method that there is not.
     for flags, message in zip(REFUSED, messages, strict=True):
         assert flags[0] in message or flags[-1] in message
     assert "Started a local Ray instance" not in output
