@@ -219,7 +219,10 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
     records = []
     for number in range(160):
         steps = int(generator.integers(4, 7))
-        texts = ["{}+{}={};".format(*generator.integers(10, size=3)) for _ in range(steps)]
+        texts = [
+            f"{generator.integers(10)}+{generator.integers(10)}={generator.integers(10)};"
+            for _ in range(steps)
+        ]
         # Flat: a half of the continuations is right from every step.
         values = np.full(steps + 1, 0.5)
         if not flat:
@@ -229,6 +232,7 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
             values[loss + 1 :] = 0.0
         pieces = tokenizer([*texts, "\\boxed{3}"], add_special_tokens=False)["input_ids"]
         starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
+        right = ["".join(map(str, generator.binomial(1, value, samples))) for value in values]
         change = np.diff([*values, 0.0])
         order = [*generator.permutation(steps), steps]
         says = {
@@ -240,10 +244,9 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
         }
         # Of four responses to a problem the last is correct: advantages -0.25 and 0.75.
         reward = float(number % 4 == 3)
-        bits = generator.binomial(1, values[:, None], (steps + 1, samples))
         values_of = {
             "starts": starts,
-            "right": ["".join(map(str, row)) for row in bits],
+            "right": right,
             "reward": reward,
             "answered": True,
             "settings": {"model": "known", "samples": samples, "separator": ";"},
