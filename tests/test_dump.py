@@ -55,6 +55,7 @@ class TestReading:
         """With every column, those of several methods included."""
         labels = [{"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]}, *[{}] * (hosts.COUNT - 1)]
         texts = [f"{row} \u202e" for row in range(hosts.COUNT)]
+        # Keys and texts hold a character that changes the direction of others.
         rollouts = hosts.plain_rollouts(keys=texts)
         facts = {**rollouts.facts, "labels": labels, "id": texts, "ground_truth": texts}
         methods = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
@@ -142,6 +143,7 @@ class TestWriting:
         for step, update in ((9, 0), (10, 0), (10, 3), (11, 0)):
             write_step(tmp_path, replace(HEADER, step=step, update=update), table_of([]))
         write_received(tmp_path, received_header(10), received([], []))
+        # Names that are like those of the dump, and an unfinished file of it.
         unrelated = {"notes.txt", "12.jsonl", "step_12.parquet.bak"}
         for name in (*unrelated, ".step_000010.parquet.1.writing"):
             (tmp_path / name).write_text("mine")
@@ -158,6 +160,7 @@ class TestWriting:
         options = DumpOptions(folder=folder)
         dump = StepDump(options, rollouts.tokenizer, updates=1, model="m", temperature=1.0)
         weighed = [weigh(rollouts, hosts.signal_of("uniform"), Given())]
+        # A file where the folder should be: the first step fails, the second does not.
         folder.write_text("no folder")
         dump.write(1, 0, weighed, rows_in_step=len(rollouts))
         assert dump.failed == 1
@@ -229,6 +232,7 @@ def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
     path = write_step(run / "tokens", HEADER, table)
     path.unlink()
     page = run / "report.html"
+    # Where the dump and the report write are links to a file of the user.
     for link in (page, path):
         link.symlink_to(precious)
     write_step(run / "tokens", HEADER, table)

@@ -37,6 +37,7 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens reports, without a network and without motion; fails when a page wrote to the console or asked for more files."""
     contexts: list[Any] = []
+    # What the pages wrote to the console, and the files that they asked for.
     messages: list[str] = []
     requests: list[str] = []
 

@@ -162,6 +162,7 @@ def test_advantages(
 
 def test_ground_truths_give_rewards():
     half = Response(id="1", prompt="?", response=r"\boxed{0.5}", ground_truth="1/2")
+    # Token ids are decoded; a reward that is there stays.
     ids = replace(half, response=encode(r"\boxed{0.5}"), ground_truth="2")
     rows = [half, replace(half, response=r"\boxed{2}"), ids, replace(half, reward=0.25)]
     scored = command.with_rewards(rows, char_tokenizer())
@@ -338,6 +339,7 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
     for text in ("8", "=8", "a </s> 8.", "</s>8<s>", "\n\n8"):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert marked(text, text, ids) == ["<0x38>"]
+    # Decoding takes the spaces before "," and "." out.
     tokenizer.clean_up_tokenization_spaces = True
     ids = tokenizer.encode("So , it is n't 8 .", add_special_tokens=False)
     try:
@@ -529,6 +531,7 @@ def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) 
     size = len(char_tokenizer())
     ids = [*encode("It is so that "), size + 2, *encode(r"\boxed{7} I would say")]
     row = Response(id="padded", prompt="Two?", response=ids)
+    # Eight embeddings more than the tokenizer has tokens.
     sizes = {"vocab_size": size + 8}
     run([row], ["grail"], tmp_path / "a", sizes=sizes)
     (written,) = read_dump(tmp_path / "a")

@@ -120,6 +120,7 @@ def test_numbers_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened:
 
 
 def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open) -> None:
+    # An incorrect response that the methods scored.
     row = next(row for row in read_dump(runs / "analyze") if row.labels and not row.no_scores)
     page = opened(runs / "analyze" / "report.html", link(row, "&token=3"))
     for name, columns in row.methods.items():
@@ -145,6 +146,7 @@ def test_a_tokens_own_sum_gives_its_weight(
     """As the map computes it, over the tokens that it compares; the answer's weights are none of a sum."""
     scores = torch.tensor([[1e-4, 0.02, 0.5, 0.03, 40.0, 0.01, 1e-7, 2.0]])
     weights = log_zscore(scores, torch.arange(8)[None] < compared).values[0]
+    # The page shows a sum for these options alone.
     options = {
         "control": "none",
         "normalize_mass": False,
@@ -157,6 +159,7 @@ def test_a_tokens_own_sum_gives_its_weight(
     }
     row = dump_row(weights.tolist(), score_T=scores[0].numpy(), span=(5, 6, 7, 8))
     page = opened(write_report(write_rows(tmp_path, [row], options=options)), link(row))
+    # Only the tokens before the answer have a sum.
     for t in range(8):
         page.locator(".t").nth(t).hover()
         words = page.locator("#readout").inner_text().replace("\u2212", "-")
@@ -272,6 +275,7 @@ def test_filters_count_the_responses_of_the_parquet(
 
 
 def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open) -> None:
+    # A step, an outcome, an order, a colour and a token, all in the address.
     chosen = [row for row in rows if row.step == 10 and row.outcome == "right"]
     hash_ = link(chosen[0], "&token=7&step=10&outcome=right&sort=length&overlay=surprisal")
     page = opened(runs / "grail" / "report.html", hash_)
@@ -288,6 +292,7 @@ def test_two_runs(runs: Path, opened: Open) -> None:
     assert page.locator("#problem .strip").count() == 16
     curve = page.locator("#curves figure", has_text="Training reward")
     assert curve.locator("polyline").count() == 2
+    # The last line of colour is of the second run.
     page.locator("#problem .strip").last.click()
     page.wait_for_url(lambda url: "rollout=b." in url)
     page.select_option('select[name="run"]', "1")
@@ -305,6 +310,7 @@ def test_keyboard_from_the_list_to_the_tokens_and_back(
         assert f"rollout={step}.{row}" in page.url
     page.keyboard.press("Enter")
     count = len(rows[0])
+    # Enter goes to the first token; tokens are counted from 1.
     keys = ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home")
     for key, place in zip(keys, (2, 3, 2, count, 1), strict=True):
         page.keyboard.press(key)
@@ -390,6 +396,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         id=TEXTS[1],
     )
     other = dump_row([1.0] * 4, tokens=["ok", "אב", "גד", "הו"], row=1, outcome="wrong")
+    # The header, the findings and the metrics are others' texts as well.
     header = {"method": TEXTS[1], "model": TEXTS[0], "options": {TEXTS[1]: TEXTS[0]}}
     write_rows(folder, [row, other], **header)
     examples = ((TEXTS[1], 1, 0.5, 0.5),)
@@ -413,6 +420,7 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
     assert shown == [
         signs or re.sub("[\ud800-\udfff]", "\ufffd", text) for text, signs in HOSTILE.items()
     ]
+    # The second line of the metrics cannot be read, which a note says.
     page.locator("#notes summary").click()
     assert "metrics.jsonl:2" in page.locator("#notes").inner_text()
     receipt = page.locator("#receipt").inner_text()
@@ -420,6 +428,7 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
     for t in range(len(TEXTS)):
         page.locator(".t").nth(t).dispatch_event("click")
         assert f"{t + 1} of {len(TEXTS)}" in page.locator("#readout").inner_text()
+    # Every colour is computed for these tokens.
     for overlay in ("score", "advantage", "surprisal", "entropy", "weight"):
         page.select_option('select[name="overlay"]', overlay)
     # Right-to-left text stays in its token.
@@ -452,5 +461,6 @@ def test_the_policy_holds(runs: Path, browser: Any) -> None:
         page.evaluate("fetch('https://example.org').then(() => 'sent', () => 'refused')")
         == "refused"
     )
+    # The script, the handler, the style and the request are refused, each with a message.
     assert sum("Content Security Policy" in line for line in messages) >= 4
     page.close()

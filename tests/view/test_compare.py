@@ -64,6 +64,7 @@ def test_seeds_that_a_difference_takes_are_those_of_the_noncentral_t() -> None:
 def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture) -> None:
     grail = [write_run(tmp_path / f"grail-seed{seed}", VALUES[0, seed]) for seed in range(3)]
     uniform = [write_run(tmp_path / f"uniform-seed{seed}", VALUES[1, seed]) for seed in range(2)]
+    # A run under another name, and one whose name has no seed.
     copy = write_run(tmp_path / "uniform-seed2", VALUES[1, 0])
     other = write_run(tmp_path / "other", VALUES[1, 2])
     for arguments, words in [

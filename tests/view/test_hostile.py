@@ -66,6 +66,7 @@ def test_a_damaged_file_costs_its_own_responses(
     whole = path.read_bytes()
     for place in range(12):
         content = bytearray(whole)
+        # By turns cut somewhere, and with other bytes.
         if place % 2:
             content = content[: int(rng.integers(1, len(content)))]
         else:
@@ -130,6 +131,7 @@ def columns_of(table: pa.Table) -> dict[str, Sequence[list[Any]]]:
     def nulls(name: str) -> list[Any]:
         return [[None] * len(values_T) for values_T in table[name].to_pylist()]
 
+    # Too few, falling, negative, beyond the tokens, and with a null.
     spans = ([], [1], [3, 2, 1, 0], [-5, 1, 2, 3], [0, 1, 2, 10**18], [0, 1, 2, None])
     return {
         "weight": [long, none, nulls("weight")],
@@ -192,6 +194,7 @@ class Foreign:
         assert {2} <= {row.step for row in dump.rows()} <= {1, 2}
         first, second = (file.header for file in dump.files)
         assert second is not None and (first is None or isinstance(first.method, str))
+        # Escapes and a right-to-left override would act on the terminal.
         printed = "".join([*self.capsys.readouterr(), *self.caplog.messages])
         assert not set(printed) & set("\x1b\x07\u202e") and "Traceback" not in printed
         dump.receipts()

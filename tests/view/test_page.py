@@ -84,6 +84,7 @@ def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
     assert [row["updates"] for row in index["rows"]] == [2, 0]
     assert other["columns"]["received"] == [None] * 3
     assert index["runs"][0]["effect"].startswith("33.3 % of 3 tokens")
+    # Each of them is a colour with a scale.
     assert {"effect", "mismatch", "received"} <= set(index["limits"])
 
 
@@ -97,6 +98,7 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
     index, (block,) = page_of(
         write_rows(tmp_path / "both", [dump_row([0.5, 1.5], methods=methods)])
     )
+    # A method that gives advantages has no weights to draw by place.
     assert index["methods"] == ["grail", "turns"] and index["runs"][0]["given"] == ["turns"]
     assert [plot["title"] for plot in index["profiles"]] == ["grail"] and not index["advantages"]
     assert index["rows"][0]["no_scores_of"] == {"grail": None, "turns": "none"}
@@ -150,6 +152,7 @@ def test_turns_are_what_no_other_wrote() -> None:
 def test_values_by_rollouts_are_shares_of_their_digits() -> None:
     good = {"starts": [0, 3], "right": ["1100", "0001"], "reward": 1.0}
     assert values_of({"values": good}, 8) == [[0, 0.5], [3, 0.25], [8, 1.0]]
+    # Out of order, outside the response, empty, no digits, no number, no list.
     for change in (
         {"starts": [3, 0]},
         {"starts": [0, 9]},
@@ -247,6 +250,7 @@ def test_the_page_keeps_to_its_bytes(tmp_path: Path) -> None:
             weights, scores = rng.lognormal(size=(2, 6000))
             rows.append(dump_row(weights, score_T=scores, **values))
     run = open_run(write_rows(tmp_path, rows))
+    # 128 responses of 6,000 tokens with two values each.
     assert len(render([run])) > 3e6
     for megabytes in (1, 2):
         text = render([run], megabytes=megabytes)
@@ -280,6 +284,7 @@ def test_runs_beside_each_other_with_a_stock_one(
     first, second = (
         {row["prompt"] for row in index["rows"] if row["run"] == run} for run in (0, 1)
     )
+    # Runs are compared on problems that they share.
     assert first & second and not caplog.records
     assert write_report(own, against=[stock]).name == "report_against_stock.html"
     (warning,) = caplog.messages
@@ -313,6 +318,7 @@ def test_a_name_with_dots_is_that_run_and_no_other(
         line = f'{{"step": 1, "data": {{"reward": {value}}}}}'
         Path(f"{run}.jsonl").write_text(line)
     *others, run = runs
+    # By its folder, which is not there yet, and by its file.
     for path in (run, f"{run}.jsonl"):
         opened = open_run(path)
         assert opened.metrics == {"reward": {1: len(others)}} and str(opened.folder) == run
@@ -336,6 +342,7 @@ def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Captur
     for others in (runs[1:10], runs[1:9], runs[10:], runs[1:2]):
         assert report.main([runs[0], "--against", *others]) == 0
     files = capsys.readouterr().out.split()
+    # Ten names are too long together; another nine are another file.
     assert len(set(files)) == 4 and all(Path(file).stat().st_size > 1000 for file in files)
     assert files[-1].endswith(f"report_against_{names[1]}.html")
     # A name that is a folder's or too long for the disk, and the longest.
@@ -361,6 +368,7 @@ def test_the_command(tmp_path: Path, capsys: Capture) -> None:
     files = [tmp_path / f"{name}.svg" for name in ("one", "two")]
     for file in files:
         assert report.main([*figure, "--row", "1", "--output", str(file)]) == 0
+    # Equal figures are equal files.
     assert files[0].read_bytes() == files[1].read_bytes()
     shown = "".join(re.findall(r"<text[^>]*>(.*?)</text>", files[0].read_text()))
     assert all(part in shown for part in ("grail", "surprisal", "answer", "boxed"))

@@ -38,8 +38,10 @@ def receipt(*findings: Finding) -> Receipt:
     received_UBT = torch.full((4, 3, 4), NAN)
     received_UBT[0, 0, :3] = torch.tensor([0.5, -1.0, 2.0])
     received_UBT[2, 0, :3] = torch.tensor([0.25, 0.0, 2.0])
+    # The second response was in the second step alone.
     received_UBT[1, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     clipped_UBT = torch.where(received_UBT.isfinite(), 0.0, torch.nan)
+    # One token of the first response was clipped, in its second step.
     clipped_UBT[2, 0, 1] = 1.0
     means = received_UBT.nanmean(dim=0), clipped_UBT.nanmean(dim=0)
     return Receipt(*means, received_UBT, received_UBT, clipped_UBT, findings)
