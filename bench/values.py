@@ -31,7 +31,7 @@ from grail_advantage.answers.expressions import compile_expression
 from grail_advantage.answers.format import BOXED, answer_format
 from grail_advantage.answers.span import find_generated_spans
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.methods.fitted import starts_of_steps
+from grail_advantage.methods.text import cut, starts_of_steps
 
 TOGETHER = 32  # responses between two writes
 
@@ -90,9 +90,9 @@ def main(arguments: Sequence[str]) -> None:
         for index in batch:
             ids = responses[index].tolist()
             span = spans[index]
-            starts[index] = starts_of_steps(
-                texts, responses[index].numpy(), separator, span.start if span else None
-            )
+            ids_T = responses[index].numpy()
+            step_T, _ = cut(texts(ids_T), texts.have_bytes(ids_T), separator)
+            starts[index] = starts_of_steps(step_T, span)
             about = (len(prompts[index]), str(rows[index].ground_truth))
             beginnings[index] = [
                 ((*prompts[index], *ids[:start]), *about) for start in starts[index]
