@@ -732,9 +732,8 @@ def run(faults: list[Fault]) -> None:
                 f"{fault.name} ({fault.file}), by {fault.test}",
                 flush=True,
             )
-        if status_of(
-            folder, *(fault.test for fault in faults)
-        ):  # a test that always fails would see nothing
+        # A test that always fails would see nothing
+        if status_of(folder, *(fault.test for fault in faults)):
             print(f"without a fault these must pass: {' '.join(fault.test for fault in faults)}")
             wrong += 1
     sys.exit(wrong)

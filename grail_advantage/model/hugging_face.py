@@ -269,9 +269,8 @@ class PaddedRows:
         self._host = model
         self._model = model.model
         self._tokens_BS = pad_sequence([row.tokens for row in rows], batch_first=True)
-        self._lengths = [
-            len(row.tokens) for row in rows
-        ]  # positions that the latest forward was for
+        # Positions that the latest forward was for
+        self._lengths = [len(row.tokens) for row in rows]
 
     def leaf(self, name: str) -> nn.Module:
         return hooks.leaf_module(self._model, name)
@@ -300,9 +299,8 @@ class PaddedRows:
     def at(self, row: int, position: int) -> tuple[int, int]:
         return row, position
 
-    def per_row(
-        self, values_BS: torch.Tensor
-    ) -> list[torch.Tensor]:  # also with further dimensions after S
+    # Also with further dimensions after S
+    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
         return [of_row[:length] for of_row, length in zip(values_BS, self._lengths, strict=True)]
 
     def columns(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:

@@ -99,9 +99,8 @@ def update_order(
         for length, tokens, counts in zip(lengths, cost, of_run, strict=True)
         if counts and not tokens
     ]
-    if not settings[
-        f"{ACTOR}.shuffle"
-    ]:  # else verl draws mini-batches by places, which then have to stay
+    # Else verl draws mini-batches by places, which then have to stay
+    if not settings[f"{ACTOR}.shuffle"]:
         order = deal_mini_batches(cost, ranks, mini_batch_rows(settings))
         batch = batch.select_keys([batch.keys[row] for row in order])
     return batch, {

@@ -323,9 +323,8 @@ def _discount(s: MethodSettings) -> str:
 
 def _lengths_in_loss(s: Settings) -> str:
     """The option by which the loss divides by numbers of tokens."""
-    if (
-        s[LOSS] == "sapo"
-    ):  # it has each response's mean over its tokens, whatever loss_agg_mode says
+    # It has each response's mean over its tokens, whatever loss_agg_mode says
+    if s[LOSS] == "sapo":
         return LOSS
     if s[AGGREGATION] == "seq-mean-token-sum":
         return ""
