@@ -30,7 +30,7 @@ class TokenTexts:
 
     def __call__(self, token_ids: Sequence[int] | np.ndarray) -> list[str]:
         """Texts of these tokens; ``""`` for special tokens and unknown ids. Bytes that are no UTF-8 become U+FFFD."""
-        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+        ids = np.asarray(token_ids).tolist()
         return decode_pieces([self._bytes.get(token, b"") for token in ids])
 
     def have_bytes(self, token_ids: np.ndarray) -> np.ndarray:
