@@ -557,7 +557,7 @@ FAULTS = [
     Fault(
         "a list of golds without blanks",
         "grail_advantage/reward/_truth.py::_text",
-        '", ".join(map(A, B)) => ",".join(map(A, B))',
+        '", ".join(A) => ",".join(A)',
         "recipe/test_reward.py::test_the_table_of_verdicts",
     ),
     Fault(
