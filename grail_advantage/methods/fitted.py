@@ -102,11 +102,11 @@ class Fitted(AdvantageMethod):
     formula = "A_t = c |A| b f(step), b of A's sign fitted to values by rollouts, f of the step's surprisal, entropy and place"
     source = "this project"
     reads = frozenset({OLD_LOG_PROBS, ENTROPY, "tokens", "tokenizer"})
-    reads_answer: ClassVar[bool] = True  # type: ignore[misc]
+    reads_answer: ClassVar[bool] = True
     metrics: ClassVar[dict[str, str]] = {
         "outside_fit_rate": "share of steps with a feature outside the fit's range"
     }
-    span = "first"
+    span = "first"  # type: ignore[misc]
 
     file: str = option("", "what python -m bench fit wrote; its whole path where Ray runs")
 
@@ -132,7 +132,9 @@ class Fitted(AdvantageMethod):
             length = len(r.responses[index])
             answer = r.answers[index]
             starts = starts_of_steps(step_T[:length], answer)
-            features_JF = features(*signals[:, index, :length], starts, answer is not None)
+            features_JF = features(
+                *signals[:, index, :length], starts=starts, is_answered=answer is not None
+            )
             is_beyond_JF = abs(features_JF - features_JF.clip(fit.lowest, fit.highest)) > 1e-6
             outside.extend(is_beyond_JF.any(axis=1))
             advantage = float(r.advantages[index])

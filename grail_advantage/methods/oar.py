@@ -321,6 +321,6 @@ def _can_be_shared(cache: Cache | None, length: int) -> bool:
     # Not above: it would import its model code.
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    if type(cache) is not DynamicCache or cache.get_seq_length() != length:
+    if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
         return False
     return all(type(layer) is DynamicLayer for layer in cache.layers)

@@ -169,10 +169,10 @@ def cut(
     # A separator at either end makes no empty step.
     inner_ends = sorted(ends - {0, len(text)})
     # A token without bytes is looked up one character earlier, in the step before it.
-    first = np.minimum(edges_of(texts)[:-1] - ~have_bytes, len(text) - 1)
+    first: np.ndarray = np.minimum(edges_of(texts)[:-1] - ~have_bytes, len(text) - 1)
     pieces = pairwise([0, *inner_ends, len(text)])
     states = [(place, result(text[start:end])) for place, (start, end) in enumerate(pieces)]
-    return np.searchsorted(inner_ends, first, side="right"), states
+    return np.asarray(np.searchsorted(inner_ends, first, side="right")), states
 
 
 def starts_of_steps(step_T: np.ndarray, answer: AnswerSpan | None) -> list[int]:
