@@ -129,9 +129,9 @@ def _find_in_row(
     offsets = start, min(content_start, end - 1), content_end - 1, end - 1
     # side="right" steps over the tokens without bytes, to the one that covers the byte.
     ends_T = np.cumsum(lengths_V[ids])
-    first, content_first, content_last, last = np.searchsorted(
-        ends_T, np.array(offsets), "right"
-    ).tolist()
+    first, content_first, content_last, last = (
+        int(np.searchsorted(ends_T, offset, "right")) for offset in offsets
+    )
     content_start_token = content_first if content_start < end else last + 1
     content_end_token = content_last + 1 if content_start < content_end else content_start_token
     return AnswerSpan(first, content_start_token, content_end_token, last + 1)
