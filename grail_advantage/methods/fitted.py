@@ -102,7 +102,7 @@ class Fitted(AdvantageMethod):
     formula = "A_t = c |A| b f(step), b of A's sign fitted to values by rollouts, f of the step's surprisal, entropy and place"
     source = "this project"
     reads = frozenset({OLD_LOG_PROBS, ENTROPY, "tokens", "tokenizer"})
-    reads_answer: ClassVar[bool] = True
+    reads_answer: ClassVar = True
     metrics: ClassVar[dict[str, str]] = {
         "outside_fit_rate": "share of steps with a feature outside the fit's range"
     }
@@ -132,16 +132,16 @@ class Fitted(AdvantageMethod):
             length = len(r.responses[index])
             answer = r.answers[index]
             starts = starts_of_steps(step_T[:length], answer)
-            features_JF = features(
-                *signals[:, index, :length], starts=starts, is_answered=answer is not None
-            )
+            surprisal_T, entropy_T = signals[:, index, :length]
+            features_JF = features(surprisal_T, entropy_T, starts, answer is not None)
             is_beyond_JF = abs(features_JF - features_JF.clip(fit.lowest, fit.highest)) > 1e-6
             outside.extend(is_beyond_JF.any(axis=1))
             advantage = float(r.advantages[index])
             coefficients = fit.correct if advantage > 0 else fit.incorrect
-            credit_J = abs(advantage) * features_JF @ coefficients
             # Each step's credit goes to the end, where that of the next one does not take its place.
-            for start, credit in zip(starts, credit_J, strict=True):
+            for start, credit in zip(
+                starts, abs(advantage) * features_JF @ coefficients, strict=True
+            ):
                 scores[index, start:] = credit
         r.figures["outside_fit_rate"] = float(np.mean(outside))
         # Responses that are not selected have credit and advantage 0.
