@@ -184,6 +184,8 @@ class Rollouts:
     mean: Callable[[Tensor, Tensor], float] = token_mean
     step: int = 0
     span: str = "last"  # which complete answer of a response counts; set by for_method()
+    # A method's own metrics of the batch, which its scores() puts here
+    figures: dict[str, float] = field(default_factory=dict, repr=False)
     known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -420,7 +422,10 @@ class Rollouts:
             advantages = advantages.float()
         advantages = advantages.masked_fill(masked, 0.0)
         # Without columns: weigh() adds those that the method says it reads, and no other.
-        return replace(self, advantages=advantages, masked=masked, columns={}, span=method.span)
+        # A new dict of figures, so that methods which see one batch do not see each other's.
+        return replace(
+            self, advantages=advantages, masked=masked, columns={}, figures={}, span=method.span
+        )
 
     def row(self, index: int) -> Row:
         """Give one response for a pass through the model."""
@@ -466,8 +471,9 @@ class Rollouts:
 
 
 # Fields of :class:`Rollouts` and :class:`Weighed` that their responses share.
-_SHARED = {"tokenizer", "answer", "mean", "step", "span"}
+_SHARED = {"tokenizer", "answer", "mean", "step", "span", "figures"}
 _SHARED |= {"method", "rollouts", "gave_advantages", "metrics"}
+# Those of Rollouts that are tensors.
 _TENSORS = dict.fromkeys(("mask", "written", "truncated", "masked"), "flags")
 _TENSORS |= dict(advantages="numbers", groups="whole", rewards="numbers")
 
