@@ -56,7 +56,7 @@ def make_trainer(folder: Path, tokens: int, tokenizer: Any) -> Any:
     trainer.global_steps = 1
     trainer.timing_raw = {}
     trainer._dump = UpdateDump(trainer.settings, tokenizer, updates=1)
-    trainer._run_pass = lambda rows: [RowScores(torch.rand(row.length)) for row in rows]
+    trainer.scores = lambda method, rows: [RowScores(torch.rand(row.length)) for row in rows]
     return trainer
 
 

@@ -51,101 +51,86 @@ HEADER = DumpHeader(
 
 
 def received(keys: list[str], **columns: Any) -> pa.Table:
-    floats = [[0.5, 0.5]] * len(keys)
-    nothing = [None] * len(keys)
-    values = {"key": keys, "updates": [[0]] * len(keys), "received": floats, "clipped": floats}
-    values["by_update"] = [[values_of_row] for values_of_row in floats]
-    values["clipped_by_update"] = nothing
-    values["effect"] = nothing
-    values.update(columns)
-    return pa.table(values, schema=of_dump.RECEIVED_SCHEMA)
+    """What two tokens of each response received in one update."""
+    received_T = [0.5, 0.5]
+    row = {"updates": [0], "received": received_T, "clipped": received_T, "by_update": [received_T]}
+    rows = [{"key": key, **row} for key in keys]
+    for name, values in columns.items():
+        for place, value in enumerate(values):
+            rows[place][name] = value
+    return pa.Table.from_pylist(rows, schema=of_dump.RECEIVED_SCHEMA)
+
+
+def step_file(folder: Path, **changes: Any) -> Path:
+    """Write a step's file with one response, of the weights 1 and 2."""
+    return write_step(folder, replace(HEADER, **changes), table_of([dump_row([1.0, 2.0])]))
+
+
+def weights_of(folder: Path) -> list[list[float]]:
+    return [row.weight_T.tolist() for row in read_dump(folder)]
 
 
 class TestReading:
     def test_header_and_rows(self, tmp_path: Path) -> None:
         """With every column, those of several methods included."""
+        header = replace(HEADER, update=1)
         labels = [{"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]}, *[{}] * (hosts.COUNT - 1)]
+        # Texts with a sign that changes the direction of writing.
         texts = [f"{row} \u202e" for row in range(hosts.COUNT)]
         rollouts = hosts.plain_rollouts(keys=texts)
-        facts = {**rollouts.facts, "labels": labels, **dict.fromkeys(("id", "ground_truth"), texts)}
+        rollouts.facts.update(labels=labels, id=texts, ground_truth=texts)
         by_method = {name: hosts.signal_of(name) for name in ("step_values", "surprisal")}
-        table = hosts.plain_table(
-            hosts.signal_of("grail"), replace(rollouts, facts=facts), by_method=by_method
-        )
-        path = write_step(tmp_path, replace(HEADER, update=1), table)
+        table = hosts.plain_table(hosts.signal_of("grail"), rollouts, by_method=by_method)
+        path = write_step(tmp_path, header, table)
         assert path.name == "step_000003_update_1.parquet" and list(tmp_path.iterdir()) == [path]
         dump = read_dump(tmp_path)
         rows = list(dump)
-        assert dump.problems == [] and dump.files[0].header == replace(HEADER, update=1)
+        assert dump.problems == [] and dump.files[0].header == header
         assert {(row.step, row.update) for row in rows} == {(3, 1)} and rows[0].labels == labels[0]
         hosts.assert_same(table_of(rows), table)
+        # Another reader finds the same.
         frame = pd.read_parquet(path)
         assert frame["weight"][0].dtype == np.float32 and list(frame["key"]) == texts
 
     def test_a_table_has_what_was_received_by_key(self, tmp_path: Path) -> None:
+        responses = table_of([dump_row([1.0, 2.0], key=key) for key in "abc"])
         for step in (1, 2):
-            write_step(
-                tmp_path,
-                replace(HEADER, step=step),
-                table_of([dump_row([1.0, 2.0], key=key) for key in "abc"]),
-            )
+            write_step(tmp_path, replace(HEADER, step=step), responses)
+        # In step 2, in another order than the responses, and nothing of b.
         effect = [[0.25, math.nan], [1.0, 2.0]]
-        write_received(
-            tmp_path, received_header(2), received(["c", "a"], effect=effect, received=effect)
-        )
+        arrived = received(["c", "a"], effect=effect, received=effect)
+        write_received(tmp_path, received_header(2), arrived)
         dump = read_dump(tmp_path)
         table = dump.table(["received", "key", "effect", "step"])
         assert table.column_names == ["received", "key", "effect", "step"] and len(table) == 6
         assert table["effect"].to_pylist()[:5] == [None] * 3 + [[1.0, 2.0], None]
         first, second, third = dump.rows([2])
-        assert (first.received_T.tolist(), first.by_update_KT.tolist()) == (
-            [1.0, 2.0],
-            [[0.5, 0.5]],
-        )
-        assert second.effect_T is first.clipped_by_update_KT is None and third.effect_T is not None
+        assert first.received_T.tolist() == [1.0, 2.0]
+        assert first.by_update_KT.tolist() == [[0.5, 0.5]] and first.clipped_by_update_KT is None
+        assert second.effect_T is None and third.effect_T is not None
 
     def test_older_and_newer_files(self, tmp_path: Path) -> None:
         """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
-        written = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
-        written = written.append_column("step", pa.array([3])).append_column(
-            "update", pa.array([0])
-        )
-        arrived = received(["a"]).drop_columns(["clipped_by_update", "effect"])
-        header = received_header(3)
-        for file, table, name, record in (
-            (
-                "step_000003",
-                written,
-                "grail_advantage",
-                {"schema_version": 4, "step": 3, "method": "grail"},
-            ),
-            (
-                "step_000004",
-                written,
-                "grail_advantage",
-                {"schema_version": 99, "step": 4, "method": "grail"},
-            ),
-            (
-                "step_000005",
-                written[:0],
-                "grail_advantage",
-                {"schema_version": 5, "step": 5, "method": "gigpo"},
-            ),
-            (
-                "received_000003",
-                arrived,
-                "grail_advantage_received",
-                {"schema_version": 1, **header},
-            ),
-        ):
+
+        def write(file: str, table: pa.Table, name: str, **record: Any) -> None:
             table = table.replace_schema_metadata({name: json.dumps(record)})
             pq.write_table(table, tmp_path / f"{file}.parquet")
+
+        written = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(["rollout_log_probs"])
+        for column, number in (("step", 3), ("update", 0)):
+            written = written.append_column(column, pa.array([number]))
+        for version, step, method in ((4, 3, "grail"), (99, 4, "grail"), (5, 5, "gigpo")):
+            record = {"schema_version": version, "step": step, "method": method}
+            # One response, and in step 5 none.
+            write(f"step_00000{step}", written[: 5 - step], "grail_advantage", **record)
+        arrived = received(["a"]).drop_columns(["clipped_by_update", "effect"])
+        header = received_header(3)
+        write("received_000003", arrived, "grail_advantage_received", schema_version=1, **header)
         dump = read_dump(tmp_path)
         (read,) = dump
         (problem,) = dump.problems
-        assert "step_000004.parquet" in problem and dump.files[0].header == DumpHeader(
-            step=3, method="grail"
-        )
+        assert "step_000004.parquet" in problem
+        assert dump.files[0].header == DumpHeader(step=3, method="grail")
         assert dump.files[2].header == DumpHeader(step=5, method="gigpo", gave_advantages=True)
         assert read.weight_T.tolist() == [1.0, 2.0] and read.by_update_KT.tolist() == [[0.5, 0.5]]
         assert read.rollout_log_probs_T is read.clipped_by_update_KT is read.effect_T is None
@@ -156,32 +141,32 @@ class TestWriting:
     def test_what_fails_leaves_the_file_that_was_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        path = write_step(tmp_path, HEADER, table_of([dump_row([1.0])]))
-        uneven = [dump_row([1.0, 2.0]), dump_row([1.0, 2.0], entropy_T=[1.0])]
-        for refused in (table_of(uneven), table_of([dump_row([1.0])]).drop_columns("mask")):
+        path = step_file(tmp_path)
+        # One entropy for two tokens, and no mask.
+        uneven = table_of([dump_row([3.0, 4.0], entropy_T=[1.0])])
+        for refused in (uneven, table_of([dump_row([3.0])]).drop_columns("mask")):
             with pytest.raises((ValueError, KeyError)):
                 write_step(tmp_path, HEADER, refused)
-        monkeypatch.setattr(
-            of_dump.os, "fsync", lambda file: os.open("/dev/full/nowhere", os.O_RDONLY)
-        )
-        with pytest.raises(OSError):
-            write_step(tmp_path, HEADER, table_of([dump_row([2.0])]))
-        assert [row.weight_T.item() for row in read_dump(tmp_path)] == [1.0] and list(
-            tmp_path.iterdir()
-        ) == [path]
+
+        def fail(_: int) -> None:
+            raise OSError("the disk is full")
+
+        monkeypatch.setattr(of_dump.os, "fsync", fail)
+        with pytest.raises(OSError, match="full"):
+            write_step(tmp_path, HEADER, table_of([dump_row([3.0])]))
+        assert weights_of(tmp_path) == [[1.0, 2.0]] and list(tmp_path.iterdir()) == [path]
 
     def test_a_resumed_run_removes_its_steps_and_nothing_else(self, tmp_path: Path) -> None:
         for step, update in ((1, 0), (9, 0), (10, 0), (10, 3), (11, 0)):
-            write_step(tmp_path, replace(HEADER, step=step, update=update), table_of([]))
+            step_file(tmp_path, step=step, update=update)
         write_received(tmp_path, received_header(10), received([]))
         unrelated = {"notes.txt", "12.jsonl", "step_12.parquet.bak"}
         for name in (*unrelated, ".step_000010.parquet.1.writing"):
             (tmp_path / name).write_text("mine")
+        # Three files of responses, and one of what they received.
         assert len(remove_steps(tmp_path, 10)) == 4
-        assert {path.name for path in tmp_path.iterdir()} == {
-            "step_000001.parquet",
-            "step_000009.parquet",
-        } | unrelated
+        earlier = {"step_000001.parquet", "step_000009.parquet"}
+        assert {path.name for path in tmp_path.iterdir()} == earlier | unrelated
         assert remove_steps(tmp_path / "nowhere", 0) == read_dump(tmp_path / "nowhere").steps == []
 
     def test_a_disk_that_fails_or_hangs_costs_its_files(
@@ -190,24 +175,21 @@ class TestWriting:
         """And, if it hangs, one wait; it is said once."""
         rollouts = hosts.plain_rollouts()
         folder = tmp_path / "folder"
-        answers = threading.Event()
-        calls = []
-        dump = StepDump(
-            of_dump.DumpOptions(folder=folder),
-            rollouts.tokenizer,
-            updates=1,
-            model="m",
-            temperature=1.0,
-        )
-        w = weigh(rollouts, hosts.signal_of("uniform"), Given())
+        options = of_dump.DumpOptions(folder=folder)
+        dump = StepDump(options, rollouts.tokenizer, updates=1, model="m", temperature=1.0)
+        part = weigh(rollouts, hosts.signal_of("uniform"), Given())
+        # A file is where the folder should be, and then it is not.
         folder.write_text("no folder")
         for step in (1, 2):
-            dump.write(step, 0, [w], rows_in_step=len(rollouts))
+            dump.write(step, 0, [part], rows_in_step=len(rollouts))
         assert dump.failed == 2
         folder.unlink()
-        dump.write(3, 0, [w], rows_in_step=len(rollouts))
+        dump.write(3, 0, [part], rows_in_step=len(rollouts))
         assert dump.failed == 2 and read_dump(folder).steps == [3]
+        # The disk hangs: the file that waits is lost, and the next one is not tried.
         monkeypatch.setattr(of_dump, "SECONDS", 0.1)
+        answers = threading.Event()
+        calls = []
         dump._in_time(lambda: answers.wait(60))
         dump._in_time(lambda: calls.append("while it hangs"))
         assert dump.failed == 4 and calls == [] and len(caplog.messages) == 1
@@ -228,19 +210,19 @@ def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path) -> None:
     path = tmp_path / "run/metrics.jsonl"
     MetricsFile(path, -1).add(3, {"a": np.float32(1.5), "b": "text", "c": [1.0], "d": None})
     assert path.read_bytes() == THREE
-    lines = {
-        ONE + TWO[:-1]: ONE + TWO,
-        ONE + TWO[:9]: ONE,
-        ONE + THREE + TWO: ONE + TWO,
-        BROKEN + ONE: ONE,
-    }
-    for lines_then, lines_now in lines.items():
-        path.write_bytes(lines_then)
+    for lines, remaining in (
+        (ONE + TWO[:-1], ONE + TWO),
+        (ONE + TWO[:9], ONE),
+        (ONE + THREE + TWO, ONE + TWO),
+        (BROKEN + ONE, ONE),
+    ):
+        path.write_bytes(lines)
         file = MetricsFile(path, 2)
         file.add(3, {"a": np.float32(1.5)})
-        assert path.read_bytes() == lines_now + THREE and file.failed == 0
+        assert path.read_bytes() == remaining + THREE and file.failed == 0
+    # A run that begins anew.
     MetricsFile(path, -1)
-    assert path.read_bytes() == b"", "a run that begins anew"
+    assert path.read_bytes() == b""
 
 
 def test_metrics_are_strict_json(tmp_path: Path) -> None:
@@ -251,12 +233,8 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
-    assert json.loads(path.read_text(), parse_constant=refuse)["data"] == {
-        "a": None,
-        "b": None,
-        "c": None,
-        "d": 1.5,
-    }
+    data = json.loads(path.read_text(), parse_constant=refuse)["data"]
+    assert data == {**dict.fromkeys("abc"), "d": 1.5}
     figures = read_metrics(path, [])
     assert math.isnan(figures["a"][3]) and figures["d"] == {3: 1.5}
 
@@ -276,11 +254,11 @@ def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
     run = tmp_path / "run"
     page = tmp_path / "run/report.html"
     precious.write_text("precious")
-    path = write_step(run / "tokens", HEADER, table_of([dump_row([1.0, 2.0])]))
+    path = step_file(run / "tokens")
     path.unlink()
     for link in (page, path):
         link.symlink_to(precious)
-    write_step(run / "tokens", HEADER, table_of([dump_row([1.0, 2.0])]))
+    step_file(run / "tokens")
     write_report(run)
     assert precious.read_text() == "precious" and not path.is_symlink() and not page.is_symlink()
     os.mkfifo(run / "metrics.jsonl")

@@ -382,7 +382,7 @@ def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() ->
     rows = [
         Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))
     ]
-    scores = step.trainer._run_pass(rows)
+    scores = step.trainer.scores(step.trainer.settings.method, rows)
     assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
     assert [{row.group for row in of_rank} for of_rank in (requested[:2], requested[2:])] == [
         {0},
