@@ -151,9 +151,8 @@ class Example:
     """It holds a response's prompt and data, for methods that ask differently."""
 
     messages: Sequence[Mapping[str, Any]]  # before the chat template
-    columns: Mapping[
-        str, Any
-    ]  # the data set's others; verl keeps the truth in reward_model.ground_truth
+    # The data set's others; verl keeps the truth in reward_model.ground_truth
+    columns: Mapping[str, Any]
     template_options: Mapping[str, Any]  # of the chat template, such as enable_thinking
 
 
@@ -574,9 +573,8 @@ class Weighed:
     low: Tensor  # bool (B, T): the weight from the score met its map's lower bound
     high: Tensor
     gave_advantages: bool = False  # the method gives token advantages, not weights
-    no_scores: Sequence[
-        str | None
-    ] = ()  # why each response has no scores of its own; None where it has
+    # Why each response has no scores of its own; None where it has
+    no_scores: Sequence[str | None] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # see grail_advantage.metrics
 
     def part(self, indices: Sequence[int]) -> Weighed:

@@ -163,9 +163,8 @@ class BaseMethod(BaseModel):
     # On top of GRPO's step, in forwards over the batch; a backward to an activation is one
     cost: ClassVar[str] = "0"
     reads: ClassVar[frozenset[str]] = frozenset()  # of READS, and "field:NAME"
-    data_columns: ClassVar[
-        tuple[str, ...]
-    ] = ()  # of the data set, of a method that reads "examples"
+    # Of the data set, of a method that reads "examples"
+    data_columns: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[str] = ""  # of the model, by run(); of USES
     # run() must see the selected responses of a group together
     whole_groups: ClassVar[bool] = False

@@ -417,9 +417,8 @@ def contract() -> list[str]:
     for name in ("select", "prepare", "run", "scores", "weights"):
         member = getattr(Method, name)
         sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
-        lines.append(
-            f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {_names(sentence)}"
-        )
+        lines.append(f"    # {_names(sentence)}")
+        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...")
     return [*lines, "```"]
 
 

@@ -36,9 +36,8 @@ class Response:
     ground_truth: Any = None
     reward: float | None = None
     group: str | None = None  # the same for responses to one prompt
-    template: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # options of the chat template; tools among them
+    # Options of the chat template; tools among them
+    template: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else
     decoded: bool = False  # the prompt is a text that lost its control tokens
 

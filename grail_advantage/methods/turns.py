@@ -66,9 +66,8 @@ class TurnRloo(TurnMethod):
         counts = np.array([np.arange(longest) < len(g_K) for g_K in returns]).sum(axis=0) - 1
         sums = g.sum(axis=0) - g
         mean = sums / siblings
-        if (
-            self.stopped == "left_out"
-        ):  # where no sibling has the turn, the mean of their first ones
+        # Where no sibling has the turn, the mean of their first ones
+        if self.stopped == "left_out":
             mean = np.where(counts > 0, sums / counts.clip(min=1), mean[:, :1])
         a = g - mean
         # Rounding: siblings with the same returns have 0, and are left out

@@ -106,18 +106,15 @@ class Finding:
 class Receipt:
     """What arrived. Tensors are float32, with NaN for responses that an update does not hold."""
 
-    received_BT: (
-        torch.Tensor
-    )  # effective advantage e = -g D, the mean over the updates that the response was in
-    clipped_BT: (
-        torch.Tensor
-    )  # share of these updates in which the token was clipped; NaN for an unknown loss
+    # Effective advantage e = -g D, the mean over the updates that the response was in
+    received_BT: torch.Tensor
+    # Share of these updates in which the token was clipped; NaN for an unknown loss
+    clipped_BT: torch.Tensor
     received_UBT: torch.Tensor  # e by update
     expected_UBT: torch.Tensor  # what the loss says; NaN for an unknown loss
     clipped_UBT: torch.Tensor  # 1 where the update clipped the token; NaN for an unknown loss
-    findings: tuple[
-        Finding, ...
-    ]  # mismatches first; of these structure first, then those that cover most tokens
+    # Mismatches first; of these structure first, then those that cover most tokens
+    findings: tuple[Finding, ...]
     seen_from: float = 1.0  # smallest factor above 1 that is found in an advantage of middle size, by the precision
     tokens: int = 0  # that may train, each once
     trained: int = 0  # of these, which received a gradient
@@ -436,9 +433,8 @@ class _Table:
         """Try all explanations, and find the shortest. None is told that leaves most of what it changes."""
         arrived = self.arrived
         value_NT = arrived.wanted_NT
-        best = Explanation(
-            math.inf, "", "", "", value_NT, value_NT, "", {}
-        )  # none is shorter: the first change
+        # None is shorter: the first change
+        best = Explanation(math.inf, "", "", "", value_NT, value_NT, "", {})
         tried: dict[str, float] = {}  # share of what differs that is explained
         for bits, name, what, value_NT in changes(arrived):
             if name and not arrived.off(value_NT, arrived.wanted_NT).any():
@@ -589,9 +585,8 @@ class _Table:
         # Whatever multiplies an advantage of 0 gives 0, so that something was added.
         if (arrived.tokens.advantages[at_NT] == 0).any():
             return "extra"
-        unweighed_NT = arrived.value(
-            advantages=torch.zeros_like(value_NT)
-        )  # what no ratio multiplies
+        # What no ratio multiplies
+        unweighed_NT = arrived.value(advantages=torch.zeros_like(value_NT))
         at_NT = at_NT & arrived.off(unweighed_NT, value_NT) & arrived.off(unweighed_NT, got_NT)
         value_K = (value_NT - unweighed_NT)[at_NT]
         got_K = (got_NT - unweighed_NT)[at_NT]

@@ -41,9 +41,8 @@ class Loss:
     aggregation: str = "token-mean"  # one of AGGREGATIONS
     over: str = "update"  # one of OVER
     norm: float | None = None  # the constant of seq-mean-token-sum-norm: tokens
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the formula: low, high, cap (the dual clip's), ...
+    # Of the formula: low, high, cap (the dual clip's), ...
+    options: Mapping[str, Any] = field(default_factory=dict)
     kl: str | None = None  # the estimator of a KL term in the loss, one of KL
     kl_coef: float = 0.0
 
@@ -387,10 +386,8 @@ def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         value = descent(losses_bT)
         term = descent(loss.kl_coef * _kl_term(loss, t)) if loss.kl and t.ref is not None else 0.0
     clipped = (value == 0) & (tokens.advantages * tokens.weights != 0)
-    if loss.account in (
-        "clip",
-        "cispo",
-    ):  # by a whole response's ratio, and by a clamp, a clipped token trains too
+    # By a whole response's ratio, and by a clamp, a clipped token trains too
+    if loss.account in ("clip", "cispo"):
         clipped |= losses_bT.detach() != losses(opened(loss), tokens)
     return value + term, clipped & tokens.mask
 

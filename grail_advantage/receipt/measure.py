@@ -20,14 +20,12 @@ from torch.utils.hooks import RemovableHandle
 class Piece:
     """A micro-batch of an optimiser step, on one rank."""
 
-    rows_b: (
-        torch.Tensor
-    )  # (b,) int64: which responses of the rollout batch it holds, by their places there
+    # (b,) int64: which responses of the rollout batch it holds, by their places there
+    rows_b: torch.Tensor
     # As they went into the loss, detached; T as in Batch, or less, without positions at the end
     log_probs_bT: torch.Tensor
-    gradient_bT: (
-        torch.Tensor
-    )  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
+    # DL / d log pi(token), as the backward gave it (before any mean over ranks)
+    gradient_bT: torch.Tensor
     update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
     # (b,) largest |g| at positions that T does not hold (prompt, padding)

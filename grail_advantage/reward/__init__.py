@@ -123,9 +123,8 @@ def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
     _reported.add(kind)
 
 
-@lru_cache(
-    maxsize=8192
-)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
+# Rollouts of one prompt repeat each other's answers; exceptions are not kept
+@lru_cache(maxsize=8192)
 def is_equal(gold: str, answer: str) -> bool:
     """Returns whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse, or
     has words or parts that nothing here can compare; grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave

@@ -41,9 +41,8 @@ _LABEL = re.compile(rf"^[^/?]*-[^/?]*$|{_NO_NUMBER.pattern}")
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
 _FRACTION = rf"\\frac ?\{{ ?-? ?{UNSIGNED} ?\}} ?\{{ ?{UNSIGNED} ?\}}"
-PLAIN = re.compile(
-    rf"[+-]? ?(?:{UNSIGNED}|{_FRACTION}|{UNSIGNED} ?/ ?{UNSIGNED})"
-)  # a number or a fraction of two
+# A number or a fraction of two
+PLAIN = re.compile(rf"[+-]? ?(?:{UNSIGNED}|{_FRACTION}|{UNSIGNED} ?/ ?{UNSIGNED})")
 
 
 # Between entries; nothing inside brackets separates.
@@ -80,9 +79,8 @@ def choices(gold: str, answer: str) -> Found:
     choice is the text after its letter."""
     gold_letter, gold_rest = _choice(gold)
     answer_letter, answer_rest = _choice(answer)
-    if (
-        gold == f"({gold_letter})"
-    ):  # in brackets it is no variable, so that its case does not matter
+    # In brackets it is no variable, so that its case does not matter
+    if gold == f"({gold_letter})":
         answer_letter = answer_letter or answer.strip("()").upper()
     if (
         gold_letter

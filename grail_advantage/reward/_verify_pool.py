@@ -68,9 +68,8 @@ class _Server:
             self._idle.put(connection)
         if verdict not in (None, "killed"):
             return verdict
-        if (
-            status := self.process.wait()
-        ) > 0:  # it would turn every reward to 0, and is logged louder
+        # It would turn every reward to 0, and is logged louder
+        if (status := self.process.wait()) > 0:
             raise RuntimeError(f"{_SCRIPT} ended with status {status}; its error output says why")
         return None
 

@@ -118,9 +118,8 @@ def _exact(number: Any) -> Any:
 
 
 _Latex2Sympy.convert_postfix_list = product
-grader.INVERSE_RELATIONS[sympy.Ne] = (
-    sympy.Ne
-)  # it has no entry, so that `x\ne 2` and `2\ne x` would raise KeyError
+# It has no entry, so that `x\ne 2` and `2\ne x` would raise KeyError
+grader.INVERSE_RELATIONS[sympy.Ne] = sympy.Ne
 grader.sympy_numeric_eq = numeric_eq
 grader.sympy_symbolic_eq = symbolic_eq
 grader.sympy_compare_symbols = compare_symbols

@@ -299,9 +299,8 @@ class GenerationDump(TrainerCallback):
             if self._dump.measures(generation.step):
                 effect = torch.full(columns["mask_BT"].shape, torch.nan)
                 log_probs = torch.zeros(effect.shape)
-                if (
-                    generation.measured is not None
-                ):  # the change of log-probabilities since the responses were scored
+                # The change of log-probabilities since the responses were scored
+                if generation.measured is not None:
                     rows, rollouts = generation.measured
                     old = rollouts.columns[OLD_LOG_PROBS]
                     now = self._host(replace(rollouts, columns={})).columns([OLD_LOG_PROBS])[

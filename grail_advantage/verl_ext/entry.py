@@ -215,9 +215,8 @@ def check_spelling(name: str) -> None:
     near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
     # Short names are near many others, and grail2 is a version of somebody's own.
     if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
-        meant += difflib.get_close_matches(
-            name.lower(), near, cutoff=0.85
-        )  # turn_ppo is not turn_grpo
+        # turn_ppo is not turn_grpo
+        meant += difflib.get_close_matches(name.lower(), near, cutoff=0.85)
     if meant:
         raise ValueError(
             f"algorithm.adv_estimator={name!r} is unknown; is {meant[0]} meant?{failure_message()}"

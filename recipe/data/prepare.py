@@ -18,9 +18,8 @@ from grail_advantage.text_io import say
 from recipe.data import specs
 from recipe.data.specs import BENCHMARKS, SPECS, DatasetSpec, benchmark_names
 
-Rows = Iterable[
-    tuple[str, Any]
-]  # each with its place, such as ``line 3``; of a file as bytes of JSON
+# Each with its place, such as ``line 3``; of a file as bytes of JSON
+Rows = Iterable[tuple[str, Any]]
 
 
 def read_local(spec: DatasetSpec, folder: Path) -> tuple[str, Rows]:

@@ -40,14 +40,12 @@ class DatasetSpec(NamedTuple):
     problem: str = "problem"
     gold: str = "answer"  # column that one of READERS reads
     reader: str = "plain"
-    ids: Sequence[str] = (
-        "id",
-    )  # columns that together name a row in its source: exercise numbers repeat by book
+    # Columns that together name a row in its source: exercise numbers repeat by book
+    ids: Sequence[str] = "id"
     split: str = "test"  # in the written rows
     hub_split: str = "test"
-    required: Mapping[
-        str, str
-    ] = {}  # rows with another value are of another task: physics, proofs, other languages
+    # Rows with another value are of another task: physics, proofs, other languages
+    required: Mapping[str, str] = {}
 
 
 _HERE = Path(__file__).parent

@@ -129,9 +129,8 @@ def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
     of their ``mean`` and their ``weighted_mean``. ``problems``: as of :func:`by_problem`, or a difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
 
-    def of_means(
-        means: np.ndarray,
-    ) -> dict[str, Any]:  # the first row is of the problems themselves
+    # The first row is of the problems themselves
+    def of_means(means: np.ndarray) -> dict[str, Any]:
         low, high = np.quantile(means[1:], [0.025, 0.975], axis=0)
         # Differences of means are sums of fractions, so that equal runs may differ by rounding.
         rows = {

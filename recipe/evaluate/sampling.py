@@ -246,9 +246,8 @@ def merge(checkpoint: Path, merged: Path) -> Path:
         subprocess.run(
             [*command, "--target_dir", target := Path(folder, "merged")], stdout=2, check=True
         )
-        if (
-            target / "lora_adapter"
-        ).is_dir():  # beside base weights that verl 0.9.1 leaves as they were
+        # Beside base weights that verl 0.9.1 leaves as they were
+        if (target / "lora_adapter").is_dir():
             add_adapter(target, checkpoint)
         (target / MERGED_FROM).write_text(source, encoding="utf-8")
         shutil.rmtree(merged, ignore_errors=True)
@@ -294,12 +293,10 @@ def start_engine(
     model: Path, longest: int, tensor_parallel_size: int, *, prefix_cache: bool = False
 ) -> Any:
     """Load the model into vLLM's engine, or into as many as the GPUs allow, for ``longest`` tokens with the prompt."""
-    os.environ.setdefault(
-        "VLLM_LOGGING_LEVEL", "ERROR"
-    )  # its warnings are about the choices made here
-    os.environ.setdefault(
-        "VLLM_USE_FLASHINFER_SAMPLER", "0"
-    )  # compiled at run time, often without an nvcc
+    # Its warnings are about the choices made here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Compiled at run time, often without an nvcc
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     engines = max(1, torch.cuda.device_count() // tensor_parallel_size)
     options: dict[str, Any] = {
         "tensor_parallel_size": tensor_parallel_size,

@@ -309,9 +309,8 @@ def store_definition(run: Settings, name: str) -> None:
     """Write what defines a run, and its name, into each of its folders."""
     content = {"run": name, "by": _BY, "definition": definition(run), "contents": contents(run)}
     for folder in _folders(run).values():
-        with suppress(
-            OSError
-        ):  # the trainer's machine is another one, and says what cannot be written there
+        # The trainer's machine is another one, and says what cannot be written there
+        with suppress(OSError):
             write_whole(folder / RUN_DEFINITION, json.dumps(content, indent=1))
 
 

@@ -49,9 +49,8 @@ class Watch:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Within, an error that a death explains is raised as :class:`RunEnded`. For the process's main thread."""
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a shell has its background jobs ignore it
+        # A shell has its background jobs ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         over = threading.Event()
         deaths = list[str]()
         threading.Thread(target=self._run, args=(over, deaths), name="watch", daemon=True).start()
@@ -75,9 +74,8 @@ class Watch:
             deaths += self.deaths()
         if not over.is_set():
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            if not over.wait(
-                INTERRUPT_SECONDS
-            ):  # the trainer does not hear; Ray shows the driver what is printed here
+            # The trainer does not hear; Ray shows the driver what is printed here
+            if not over.wait(INTERRUPT_SECONDS):
                 print(HEADLINE, *deaths, sep="\n\n", file=sys.stderr, flush=True)
                 time.sleep(NOTICE_SECONDS)  # Ray looks at what was printed now and then
                 os._exit(1)
@@ -85,9 +83,8 @@ class Watch:
     def deaths(self) -> list[str]:
         """Returns texts on the actors held now that died, Ray's own, and on the engines that did."""
         dead = []
-        with suppress(
-            Exception
-        ):  # Ray's control service is away; if it stays away, Ray ends this process
+        # Ray's control service is away; if it stays away, Ray ends this process
+        with suppress(Exception):
             # One question waits at each actor; those that the trainer has let go are asked no more.
             self._asked = {
                 actor: self._asked.get(actor) or actor.__ray_ready__.remote()

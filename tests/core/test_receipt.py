@@ -337,9 +337,8 @@ def test_the_smallest_factor_that_is_seen(dtype: torch.dtype) -> None:
     assert clean.ok and 1.0001 < clean.seen_from < 1.07
     batch = replace(given.batch, old_log_probs_BT=given.policy_UBT[0].to(dtype).float())
     for share, expected in ((0.8, []), (1.3, ["scaled"])):
-        factor = 1 + share * (
-            clean.seen_from - 1
-        )  # the type of the log-probabilities tells the precision too
+        # The type of the log-probabilities tells the precision too
+        factor = 1 + share * (clean.seen_from - 1)
         scaled = [replace(p, gradient_bT=p.gradient_bT.double() * factor) for p in pieces]
         exact = [replace(p, log_probs_bT=p.log_probs_bT.to(dtype)) for p in scaled]
         assert names(check(batch, TOKEN_MEAN, exact).findings) == expected

@@ -132,9 +132,8 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
     ids: list[int] = []
     mask: list[int] = []
     for turn, text in enumerate(texts):
-        assert (
-            writer.asked[turn] == prompt_ids(tokenizer, CHAIN) + ids
-        )  # as the demonstrations have it
+        # As the demonstrations have it
+        assert writer.asked[turn] == prompt_ids(tokenizer, CHAIN) + ids
         written = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         tools = reply_ids(tokenizer, replies[turn]) if turn < len(replies) else []
         ids = ids + written + tools

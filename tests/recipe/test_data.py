@@ -49,10 +49,8 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
     )
     rows = {name: table.to_pylist() for name, table in tables.items()}
     assert all(prepared == golden(name) for name, prepared in rows.items())
-    for name in (
-        "college_math",
-        "olympiadbench",
-    ):  # of which a file has the published problems alone
+    # Of which a file has the published problems alone
+    for name in ("college_math", "olympiadbench"):
         lines = map(json.loads, (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
         rows[name] = [
             convert(SPECS[name], line) for line in lines if line.get("subject") != "Physics"

@@ -329,9 +329,8 @@ def test_every_sample_has_a_seed_of_its_own(
     kinds = SimpleNamespace(
         RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=SimpleNamespace
     )
-    monkeypatch.setitem(
-        sys.modules, "vllm.sampling_params", kinds
-    )  # whose import takes ten seconds
+    # Whose import takes ten seconds
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
 
     class Engine:
         async def generate(self, prompt: dict, parameters: Any, name: str) -> Any:
@@ -478,9 +477,8 @@ def test_the_command_resumes(tmp_path: Path) -> None:
     subprocess.run([*SCRIPT, *arguments, tmp_path / "whole"], env=environment, check=True)
     uninterrupted, path = (tmp_path / name / "generations.jsonl" for name in ("whole", "out"))
     path.parent.mkdir()
-    path.write_bytes(
-        beginning := uninterrupted.read_bytes()[: uninterrupted.stat().st_size // 2]
-    )  # within a line
+    # Within a line
+    path.write_bytes(beginning := uninterrupted.read_bytes()[: uninterrupted.stat().st_size // 2])
     with pytest.raises(SystemExit, match="other settings"):
         main([*arguments, str(path.parent), "--temperature", "0.7"])
     subprocess.run([*SCRIPT, *arguments, path.parent], env=environment, check=True)

@@ -160,9 +160,8 @@ def test_no_answer_is_run(tmp_path: Path) -> None:
         reward.last_boxed(response) or ""
         for response in hostile_responses(tmp_path / "marker").values()
     ]
-    answers += json.loads(
-        Path(__file__).with_name("hostile_pieces.json").read_text()
-    )  # code, LaTeX, braces: at random
+    # Code, LaTeX, braces: at random
+    answers += json.loads(Path(__file__).with_name("hostile_pieces.json").read_text())
     answers = [
         "control",
         *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS),
@@ -256,9 +255,8 @@ say(3)
 def test_a_fork_has_its_own_workers_and_none_outlives_its_program() -> None:
     """Neither an idle worker nor one that hangs, of a program that had no chance to clean up."""
     with subprocess.Popen([sys.executable, "-c", FORKED], stdout=-1, text=True) as process:
-        answers = [
-            json.loads(process.stdout.readline()) for _ in range(3)
-        ]  # first, in the fork, after the fork
+        # First, in the fork, after the fork
+        answers = [json.loads(process.stdout.readline()) for _ in range(3)]
         verdicts, (own_workers, forks_workers, own_workers_later) = zip(*answers, strict=True)
         ended = _gone(forks_workers)
         time.sleep(0.5)  # so that the hanging answer has reached its worker

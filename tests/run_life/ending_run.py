@@ -61,9 +61,8 @@ class _Waits:
         worker = ray.remote(Worker).options(name="the_worker").remote()
         self.actor_rollout_wg = SimpleNamespace(workers=[worker])
         processes = ray.get(worker.start.remote()) | {"trainer": os.getpid()}
-        time.sleep(
-            5 * watch.INTERVAL
-        )  # the death of the user's process is noticed, if anybody asks
+        # The death of the user's process is noticed, if anybody asks
+        time.sleep(5 * watch.INTERVAL)
         write_whole(
             Path(self.config.trainer.default_local_dir, "processes.json"), json.dumps(processes)
         )

