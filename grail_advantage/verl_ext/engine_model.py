@@ -10,7 +10,7 @@ Shape suffixes: R responses, K chosen positions, S positions, D hidden, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -72,17 +72,13 @@ class EngineModel:
         """Split as the actor update's, or without gradients as those of the old log-probabilities. With
         ``enable_activation_offload`` verl switches the blocks' own checkpointing off, and offloads, or checkpoints in
         its own way, in training mode alone (``verl.utils.activation_offload``); blocks are checkpointed here then."""
-        results: list[Any] = [None] * len(rows)
         offloads = self.engine.model_config.enable_activation_offload
         with (
             hooks.evaluation_mode(self.engine.module, checkpoint_blocks=offloads)
             if gradients
             else torch.no_grad()
         ):
-            for micro, indices in self._split(rows, gradients=gradients):
-                for index, result in zip(indices, work(micro), strict=True):
-                    results[index] = result
-        return results
+            return self._run(rows, work, gradients=gradients)
 
     def probe(self, layout: str, longest: int) -> Finding:
         """Whether responses of at most ``longest`` tokens, drawn from all of the vocabulary, are the same beside others
@@ -98,12 +94,9 @@ class EngineModel:
         size = {"budget": budget * slices} if by_tokens else {"rows": count}
 
         def run(responses: Sequence[Tensor]) -> list[Tensor]:
-            log_probs: dict[int, Tensor] = {}
-            for micro, indices in self._split(
-                list(map(whole_row, responses)), gradients=training, packed=packed
-            ):
-                log_probs |= zip(indices, micro.response_log_probs(), strict=True)
-            return [log_probs[index] for index in range(len(responses))]
+            rows = list(map(whole_row, responses))
+            work = EngineMicroBatch.response_log_probs
+            return self._run(rows, work, gradients=training, packed=packed)
 
         vocabulary = engine.model_config.hf_config.get_text_config().vocab_size
         tokens_S = torch.arange(0, vocabulary, max(1, vocabulary // 1000), device="cpu")
@@ -124,12 +117,17 @@ class EngineModel:
             )
         _packs.add(self.engine.module)
 
-    def _split(
-        self, rows: Sequence[Row], *, gradients: bool, packed: bool | None = None
-    ) -> Iterator[tuple[EngineMicroBatch, list[int]]]:
-        """This rank's rows, as many on every rank, split by the token budget or the number of responses of the actor
-        update's micro-batches, or without gradients of those of the old log-probabilities; as many on every rank, each with
-        the indices of its rows. ``packed``: as the engine does, unless it is said."""
+    def _run(
+        self,
+        rows: Sequence[Row],
+        work: Callable[[EngineMicroBatch], Sequence[T]],
+        *,
+        gradients: bool,
+        packed: bool | None = None,
+    ) -> list[T]:
+        """Split this rank's rows, as many on every rank, by the token budget or the number of responses of the actor
+        update's micro-batches, or without gradients of those of the old log-probabilities; as many on every rank. ``packed``:
+        as the engine does, unless it is said."""
         settings = self.engine.engine_config
         budget, count = _micro_batch_size(self.engine, gradients=gradients)
         slices = self.engine.ulysses_sequence_parallel_size
@@ -159,11 +157,14 @@ class EngineModel:
         else:
             parts = [part.tolist() for part in torch.arange(len(rows), device="cpu").split(count)]
             batches = [tu.index_select_tensor_dict(inputs, part) for part in parts]
+        results: dict[int, T] = {}
         for batch, indices in zip(batches, parts, strict=True):
             batch = batch.to(get_device_id())
             pairs = zip(indices, batch["input_ids"].unbind(), strict=True)
             micro_rows = [replace(rows[index], tokens=ids) for index, ids in pairs]
-            yield EngineMicroBatch(self.engine, batch, micro_rows), indices
+            micro = EngineMicroBatch(self.engine, batch, micro_rows)
+            results.update(zip(indices, work(micro), strict=True))
+        return [results[index] for index in range(len(rows))]
 
     def sequences(self) -> AbstractContextManager[Forward]:
         return sequence_forward(self.engine.module, self.rounds, partial(autocast, self.engine))

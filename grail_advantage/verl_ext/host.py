@@ -369,12 +369,14 @@ class WeighingTrainer:
         groups = [row.group for row in rows] if method.whole_groups else None
         shares = deal(costs, data_parallel_size(self.actor_rollout_wg), groups)
         # Copies of the cheapest, which belong to no group, give all ranks equally many.
-        copy = replace(rows[costs.index(min(costs))], group=-1)
-        # verl deals a request out in equal parts: shares [0, 2] and [1] go as 0, 2, 1 and a copy.
+        with_copy = [*rows, replace(rows[costs.index(min(costs))], group=-1)]
+        # verl deals a request out in equal parts: shares [0, 2] and [1] of 3 rows go as 0, 2, 1 and the copy, 3.
         count = max(map(len, shares))
-        order = [place for share in shares for place in (*share, *[None] * (count - len(share)))]
+        order = []
+        for share in shares:
+            order += share + [len(rows)] * (count - len(share))
         request = build_request(
-            [copy if place is None else rows[place] for place in order],
+            [with_copy[place] for place in order],
             method,
             temperature=self.settings[f"{options.ROLLOUT}.temperature"],
             step=self.global_steps,
@@ -382,7 +384,7 @@ class WeighingTrainer:
         )
         with marked_timer(f"{TIMING}_pass", self.timing_raw, color="purple"):
             reply = self.actor_rollout_wg.compute_token_scores(request)
-        # All copies are under None, which nobody asks for.
+        # All copies are under one place, which nobody asks for.
         scores = dict(zip(order, rows_of(reply), strict=True))
         return [scores[place] for place in range(len(rows))]
 
