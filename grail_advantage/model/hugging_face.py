@@ -229,11 +229,10 @@ class HuggingFaceModel:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer
         than any before. A collective of the ranks, which ask together."""
         longest = int(self.rounds.most(len(rows[0].tokens) if len(rows) > 1 else 0))
+        # No rank has two rows.
         if not longest:
-            return True  # no rank has two rows
-        if self._state is None:
-            self._state = model_state(self.model)
-        state = self._state
+            return True
+        state = self._state or model_state(self.model)
         state_asked, length_asked, finding = _findings.get(self.model, (None, 0, None))
         if finding is None or state_asked != state or (longest > length_asked and finding.holds):
             # A rank without rows has this one to draw from.

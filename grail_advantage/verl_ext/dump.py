@@ -167,7 +167,7 @@ class UpdateDump:
                 effect = log_probs_now(r.places)[:, : r.mask.shape[1]] - r.columns[OLD_LOG_PROBS]
                 figures = effect_figures(part.advantages, effect, r.mask, r.columns[OLD_LOG_PROBS])
                 metrics |= {f"{part.method.name}/{name}": value for name, value in figures.items()}
-            lengths = [len(response) for response in r.responses]
+            lengths = list(map(len, r.responses))
             header = record_of(receipt, loss.name, r.step, update)
             self.steps.write_received(header, received_table(receipt, r.keys, lengths, effect))
         return metrics

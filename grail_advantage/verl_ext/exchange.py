@@ -12,7 +12,7 @@ gradients are then 0 and not missing, and the optimiser's momentum and weight de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,7 @@ def nested(values: Sequence[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
 
 
-def trains(advantages: Sequence[Tensor], masks: Sequence[Tensor]) -> list[bool]:
+def trains(advantages: Iterable[Tensor], masks: Iterable[Tensor]) -> list[bool]:
     """Of each response whether a token of its mask has an advantage other than 0."""
     return [
         bool((row_T[mask_T.bool()] != 0).any())
@@ -141,7 +141,7 @@ def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) ->
 def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
     """The responses of this rank's part of a mini-batch that train, for ``TrainingWorker.train_batch``: as many on
     every rank, at least one. In the workers; a collective of the engine's data-parallel group."""
-    trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
+    trained = trains(data["advantages"], data["response_mask"])
     rows = [row for row, is_trained in enumerate(trained) if is_trained]
     row_lengths = data["prompts"].offsets().diff() + data["responses"].offsets().diff()
     group = engine.get_data_parallel_group()

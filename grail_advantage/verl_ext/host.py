@@ -213,11 +213,9 @@ class WeighingTrainer:
         last = _last_outputs(sessions)
         prompts = list(data["prompts"].unbind())
         responses = list(data["responses"].unbind())
-        written_BT, mask_BT, advantages_BT = (
-            data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
-        )
-        mask_BT = mask_BT.bool()
-        advantages_B = _of_responses(advantages_BT, mask_BT, settings)
+        written_BT = data["loss_mask"].to_padded_tensor(0).bool()
+        mask_BT = data["response_mask"].to_padded_tensor(0).bool()
+        advantages_B = _of_responses(data["advantages"].to_padded_tensor(0), mask_BT, settings)
         rewards_BT = data[_reward_field(settings)].to_padded_tensor(0)
         sums_B = rewards_BT.double().sum(dim=1)
         # verl puts a session's reward on its last output; the earlier ones are judged by that.
@@ -238,13 +236,13 @@ class WeighingTrainer:
         # verl's own agent loops make one call a turn at most.
         one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
         if by_calls and one_call:
-            turns = [len(runs(written)) for written in written_BT.bool().numpy()]
+            turns = [len(runs(written)) for written in written_BT.numpy()]
             fields[by_calls] = list(map(list_a_turn, fields[by_calls], turns))
         rollouts = Rollouts(
             prompts=prompts,
             responses=responses,
             mask=mask_BT,
-            written=written_BT.bool(),
+            written=written_BT,
             advantages=advantages_B,
             rewards=rewards,
             tokenizer=self.tokenizer,

@@ -129,7 +129,7 @@ class TokenWeightTrainer(WeighingTrainer):
         request = batch
         sent = [True] * len(rollouts)
         if self._skips:
-            sent = trains(weighed.advantages.unbind(), rollouts.mask.unbind())
+            sent = trains(weighed.advantages, rollouts.mask)
             ranks = patches.data_parallel_size(self.actor_rollout_wg)
             request, figures = update_order(rollouts, sent, batch, self.settings, ranks)
             request.extra_info[LEAVE_OUT] = True
