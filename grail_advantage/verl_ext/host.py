@@ -279,11 +279,7 @@ class WeighingTrainer:
         return True
 
     def _compared_without(
-        self,
-        keys: Sequence[str],
-        judged_B: Tensor,
-        rewards_BT: Tensor,
-        mask_BT: Tensor,
+        self, keys: Sequence[str], judged_B: Tensor, rewards_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
         """The base advantages (B,) by verl's code, as if the responses that are not judged were in no group."""
         base = self.settings[options.BASE]
