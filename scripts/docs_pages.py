@@ -432,7 +432,7 @@ def published() -> list[str]:
             if setting.value is None and not corrected:
                 continue
             ours = ", ".join(
-                f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options
+                f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.says.split()
             )
             if ours and setting.value is not None:
                 ours = f"{ours}: {shown(setting.value)}"

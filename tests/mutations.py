@@ -469,9 +469,7 @@ TABLE = {
     },
     "grail_advantage/reward/_truth.py::_text": {
         # A list of golds without blanks.
-        '", ".join(map(A, B)) => ",".join(map(A, B))': (
-            "recipe/test_reward.py::test_the_table_of_verdicts"
-        ),
+        '", ".join(A) => ",".join(A)': ("recipe/test_reward.py::test_the_table_of_verdicts"),
     },
     "grail_advantage/reward/_exact.py::same_label": {
         # A number is right beside a label.
