@@ -426,7 +426,7 @@ TABLE = {
     },
     "grail_advantage/view/page.py::json_arrays": {
         # Numbers of three digits.
-        "_POWERS[3 - A] => _POWERS[2 - A]": (
+        "10.0 ** (3 - A) => 10.0 ** (2 - A)": (
             "view/test_page.py::test_numbers_keep_four_digits_and_nothing_else_is_one"
         ),
     },
@@ -436,7 +436,7 @@ TABLE = {
     },
     "grail_advantage/view/profile.py::profiles": {
         # A profile counts from the left edge.
-        "2 * A + 1 => 2 * A": "view/test_page.py::test_profiles_against_a_loop_over_tokens",
+        "2 * A + 1 => 2 * A": "view/test_page.py::test_profiles_of_masked_and_short_responses",
     },
     # --- Rules and formulas
     "grail_advantage/trl_ext/rules.py::": {
