@@ -95,6 +95,7 @@ def test_figures_token_by_token(level: float) -> None:
         return torch.rand(shape, generator=generator) > 0.5
 
     mask = (torch.arange(47) < torch.randint(0, 48, (23, 1), generator=generator)) & drawn(23, 47)
+    # One response without a token, one without a gap.
     mask[5] = False
     mask[7] = True
     weights = level + 0.01 * torch.randn(23, 47, generator=generator)
@@ -103,6 +104,7 @@ def test_figures_token_by_token(level: float) -> None:
     advantages = torch.randn(23, generator=generator)
     norms = torch.rand(1013, generator=generator)
     advantages[3] = 0.0
+    # Neither counts: no mass, and no change.
     advantages[10] = math.nan
     advantages[11] = -math.inf
     norms[17] = math.nan
@@ -121,6 +123,7 @@ def test_figures_token_by_token(level: float) -> None:
     )
     got = figures(w, norms)
     expected = plainly(w, norms.tolist())
+    # Both kinds of response are there.
     assert 0 < expected["weight_one_rate"] < 1
     assert got == pytest.approx(expected, rel=1e-12)
     assert list(got) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]
@@ -146,6 +149,7 @@ def test_an_updates_effect_by_hand() -> None:
     """Of the tokens with an advantage 2 of 4 move with it, by 0.5 of 0.7; A_t varies in the first response alone."""
     advantages = torch.tensor([[2.0, 0.0, 1.0], [-1.0, -1.0, 0.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    # With A_t: 0.3 and -0.2. Against it: -0.1 and 0.1. The -0.5 has no advantage, the last token none that trains.
     effect = torch.tensor([[0.3, -0.5, -0.1], [-0.2, 0.1, math.nan]])
     log_probs = torch.tensor([[0.0, 0.5, 0.9], [0.995, 0.4, 0.5]]).log()
     arguments = mask, log_probs
