@@ -1,6 +1,6 @@
 """What does GRAIL's change do? Five arms with the small model: docs/credit.md has the plan, and the table.
 
-    PYTHONPATH=.venv/trl python -m examples.five_arms          all runs that outputs/five_arms lacks, in the plan's order
+    PYTHONPATH=.venv/trl python -m examples.five_arms [sums|long]    runs that outputs/five_arms lacks, in the plan's order
     python -m grail_advantage.compare outputs/five_arms/sums/grail/seed* --against outputs/five_arms/sums/uniform/seed*
 
 A run is ``examples/trl_grail.py`` in a process of its own. One that has ended is not repeated, one that broke off is.
@@ -14,7 +14,7 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +39,8 @@ ARMS = {
 SEEDS = range(6)
 STOCK_SEEDS = (0, 1)  # it is to be uniform to the bit
 TASKS = {"sums": MAX_RESPONSE_TOKENS, "long": MAX_LONG_TOKENS}  # tokens of a response at most
-RATES = ("1e-4", "3e-4", "1e-3")
+# Each task's learning rates to choose from, by a sweep of its own
+RATES = {"sums": ("1e-4", "3e-4", "1e-3"), "long": ("5e-5", "1e-4", "2e-4")}
 SWEEP_SEED = 100
 SWEEP_ARMS = ("uniform", "grail")
 HELD_OUT = 256
@@ -80,23 +81,23 @@ def accuracy(run: Run) -> float:
     return statistics.fmean(value for step, value in by_step.items() if step)
 
 
-def best_rate() -> str:
+def best_rate(task: str) -> str:
     """The learning rate that all arms take: of the sweep's, that with the highest mean accuracy."""
 
     def mean(rate: str) -> float:
-        return statistics.fmean(accuracy(Run("sums", arm, SWEEP_SEED, rate)) for arm in SWEEP_ARMS)
+        return statistics.fmean(accuracy(Run(task, arm, SWEEP_SEED, rate)) for arm in SWEEP_ARMS)
 
-    return max(RATES, key=mean)
+    return max(RATES[task], key=mean)
 
 
-def planned() -> Iterator[Run]:
-    """The runs in the plan's order; the rate is chosen when its sweep has ended."""
-    for rate in RATES:
-        for arm in SWEEP_ARMS:
-            yield Run("sums", arm, SWEEP_SEED, rate)
-    rate = best_rate()
-    print(f"learning rate {rate}", flush=True)
-    for task in TASKS:
+def planned(tasks: Sequence[str]) -> Iterator[Run]:
+    """The runs in the plan's order; a task's rate is chosen when its sweep has ended."""
+    for task in tasks:
+        for rate in RATES[task]:
+            for arm in SWEEP_ARMS:
+                yield Run(task, arm, SWEEP_SEED, rate)
+        rate = best_rate(task)
+        print(f"{task}: learning rate {rate}", flush=True)
         for seed in SEEDS:
             for arm in ARMS:
                 if arm != "stock" or seed in STOCK_SEEDS:
@@ -123,7 +124,7 @@ def main() -> None:
     import trl.trainer.grpo_trainer  # noqa: F401, once for all runs, which are copies of this process
 
     processes = multiprocessing.get_context("fork")
-    for run in planned():
+    for run in planned(sys.argv[1:] or list(TASKS)):
         if not (run.folder / "trainer_state.json").exists():
             process = processes.Process(target=train, args=(run,))
             process.start()
