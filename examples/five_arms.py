@@ -206,6 +206,8 @@ def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
         for low, high in PROBABILITIES.values():
             part_N = counts_N & (probability_N > low) & (probability_N <= high)
             moved, count = moved_with_advantage(advantage_N, effect_N, part_N)
+            if not count:
+                continue
             part_M = (first_M > low) & (first_M <= high)
             shares = [count / counts_N.sum(), size_N[part_N].sum() / size_N.sum(), moved / count]
             sizes = [
@@ -236,7 +238,7 @@ def _joined(rows: Sequence[DumpRow], name: str) -> np.ndarray:
     return np.concatenate([getattr(row, name) for row in rows])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -247,9 +249,11 @@ def main() -> None:
         "--rate", default="", help="the learning rate, in place of a sweep by the first two arms"
     )
     parser.add_argument("--effects", action="store_true", help="train nothing")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.effects:
-        print_effects(options.task, options.arms, options.seeds)
+        # TRL's own trainer writes no dump.
+        arms = [arm for arm in options.arms if arm != "stock"]
+        print_effects(options.task, arms, options.seeds)
         return
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -138,32 +138,46 @@ def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
 
 
 def test_five_arms_run_once_each_and_uniform_is_stock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the plan's order; of a second start, the run that had not ended. The two train to the same bits."""
     monkeypatch.chdir(tmp_path)
-    sizes = {"TASKS": {"sums": 64}, "SEEDS": (0,), "RATES": ("1e-3",), "HELD_OUT": 2}
+    sizes: dict[str, Any] = {"TASKS": {"sums": five_arms.Task(64, ["1e-3"])}, "HELD_OUT": 2}
     sizes["SIZE"] = five_arms.SIZE.replace("--prompts 8", "--prompts 1").replace(
         "--steps 16", "--steps 1"
     )
     sizes["EVALUATION"] = "--eval-every 1 --dump-every 1 --effect-every 1"
     for name, value in sizes.items():
         monkeypatch.setattr(five_arms, name, value)
-    (five_arms.FOLDER / "long_model").mkdir(parents=True)
-    (five_arms.FOLDER / "long_model" / "tokenizer.json").touch()
-    five_arms.main()
-    folders = [run.folder for run in five_arms.planned()]
-    assert [folder.parent.name for folder in folders] == ["uniform", "grail", *five_arms.ARMS]
+    five_arms.main(["sums", "--seeds", "1"])
+    folders = [run.folder for run in five_arms.planned("sums", five_arms.FIVE, 1, rate="")]
+    # Two of the sweep, and the five of seed 0
+    assert [folder.parent.name for folder in folders] == ["uniform", "grail", *five_arms.FIVE]
     models = [(folder / "model.safetensors").read_bytes() for folder in folders[2:]]
     assert models[0] == models[-1] and len(set(models)) == 4
     ended = [folder / "trainer_state.json" for folder in folders]
     ended[3].unlink()
     times = [(folder / "options.json").stat().st_mtime_ns for folder in folders]
-    five_arms.main()
+    five_arms.main(["sums", "--seeds", "1"])
     later = [(folder / "options.json").stat().st_mtime_ns for folder in folders]
     assert [time != old for time, old in zip(later, times, strict=True)] == [
         file == ended[3] for file in ended
     ]
+    capsys.readouterr()
+    five_arms.main(["sums", "--seeds", "1", "--arms", "grail", "stock", "--effects"])
+    *parts, everything = [
+        line.split(" | ")
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("| grail")
+    ]
+    # Of the tokens and of the change the parts by probability have all, but for two digits' rounding.
+    for column in (2, 3):
+        assert abs(sum(float(part[column]) for part in parts) - 1) < 0.03
+    # The rate over all tokens is that of the parts, each by its share.
+    rates = [float(part[2]) * float(part[4]) for part in parts]
+    assert abs(sum(rates) - float(everything[4])) < 0.03
+    # A response read alone has the same log-probabilities but for float32's rounding.
+    assert all(0 <= float(part[6]) < 1e-4 for part in parts)
 
 
 def test_a_run_with_the_published_arguments(folder: Path) -> None:
