@@ -216,7 +216,7 @@ ODD_RESULTS = {
 }
 ODD_SCORES = {
     "none": ([], "scores.jsonl"),
-    "no mapping": ([SCORE, 1], "line 2"),
+    "a number": ([SCORE, 1], "line 2"),
     "a verdict as text": ([{**SCORE, "right": "yes"}], "right"),
     "tokens without end": ([{**SCORE, "tokens": 10**400}], "tokens"),
     "an index as a list": ([{**SCORE, "index": [0]}], "index"),
