@@ -4,8 +4,6 @@ r"""One normal form for the spellings of an answer.
 words are kept: ``10\text{ km north}`` is ``10``, and not ``10\text{ km south}``. math-verify judges the result.
 """
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import regex
 
 from grail_advantage.reward._words import fold, is_unit, words_of
 
-Match: TypeAlias = "regex.Match[str]"
+Match: TypeAlias = regex.Match[str]
 
 # In patterns: (?!\pL) ends the name of a command; a named group may occur in several alternatives.
 _UPRIGHT = "text|textrm|textnormal|textup|mathrm|mbox|hbox|textsf|texttt|mathsf|mathtt"

@@ -5,8 +5,6 @@ one call into C. So comparisons run in processes that the kernel ends. A fresh i
 neither forks this process, which may hold torch, Ray and their threads, nor runs its main module again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ It loads math-verify once, forks a worker for each connection, and replaces one 
 is the JSON list ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

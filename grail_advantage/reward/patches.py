@@ -4,8 +4,6 @@ Importing this module makes the six, in the worker's process. Each function says
 with that when it can go: once its examples have their verdicts without it.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

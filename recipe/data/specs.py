@@ -5,8 +5,6 @@ The published evaluation uses 200 problems of College-Math and 200 of OlympiadBe
 SHA-256 of their problem texts, by which they are found in the full sets.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from argparse import ArgumentTypeError
@@ -36,15 +34,16 @@ class DatasetSpec(NamedTuple):
     name: str
     hub: str  # ORG/DATASET[:CONFIG]
     rows: int  # of the published set
-    # Column with a text, or with a list of chat messages that is one of the user
+    # Column with a text, or with a list of chat messages that is one of the user.
     problem: str = "problem"
-    gold: str = "answer"  # column that one of READERS reads
+    # Column that one of READERS reads.
+    gold: str = "answer"
     reader: str = "plain"
-    # Columns that together name a row in its source: exercise numbers repeat by book
-    ids: Sequence[str] = "id"
+    # Columns that together name a row in its source: exercise numbers repeat by book.
+    ids: Sequence[str] = ("id",)
     split: str = "test"  # in the written rows
     hub_split: str = "test"
-    # Rows with another value are of another task: physics, proofs, other languages
+    # Rows with another value are of another task: physics, proofs, other languages.
     required: Mapping[str, str] = {}
 
 
@@ -69,32 +68,31 @@ def benchmark_names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def user_messages(problem: str, suffix: str = PROMPT_SUFFIX) -> list[dict[str, str]]:
+def user_messages(problem: str, suffix: str = PROMPT_SUFFIX) -> list[dict]:
     """Return the chat that asks for ``problem``: one user turn that ends in exactly one suffix."""
-    return [
-        {
-            "role": "user",
-            "content": problem.strip().removesuffix(PROMPT_SUFFIX.strip()).strip() + suffix,
-        }
-    ]
+    text = problem.strip().removesuffix(PROMPT_SUFFIX.strip()).strip()
+    return [{"role": "user", "content": text + suffix}]
 
 
-def convert(
-    spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFFIX
-) -> dict[str, Any]:
+def convert(spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFFIX) -> dict:
     """Turn a row of the source into one of the written file: the columns that verl's ``RLHFDataset`` and reward
     functions read. ``index`` is still 0; ``id`` names the row in its source (empty if it has no name). KeyError,
     ValueError, TypeError, AttributeError: a field is missing, or cannot be used."""
     problem = row[spec.problem]
     gold = read_gold(row[spec.gold], spec.reader)
-    if isinstance(problem, list):
-        roles = [message["role"] for message in problem]
-        problem = problem[0]["content"] if roles == ["user"] else ""
-    if not (problem := user_messages(problem, "")[0]["content"]):
+    match problem:
+        case [{"role": "user", "content": content}]:
+            problem = content
+        case list():
+            problem = ""
+    problem = user_messages(problem, "")[0]["content"]
+    if not problem:
         raise ValueError("no problem, or no single user message")
-    if context := row.get("context"):  # a few of OlympiadBench
+    # A few problems of OlympiadBench have one.
+    if context := row.get("context"):
         problem = f"{str(context).strip()}\n{problem}"
-    f"{problem}{gold}".encode()  # JSON's escapes allow lone surrogates, which parquet has no room for
+    # JSON's escapes allow lone surrogates, which parquet has no room for.
+    f"{problem}{gold}".encode()
     name = "/".join(str(row[column]) for column in spec.ids if row.get(column) is not None)
     return {
         "data_source": spec.name,
@@ -107,10 +105,9 @@ def convert(
 
 def read_gold(value: Any, reader: str) -> str:
     """Return the ground truth as text, read as the reward function reads it: of a list all entries, joined with commas.
-    A whole float loses its fraction (``27.0`` becomes ``27``); else one answer keeps its source's notation."""
-    if (value := READERS[reader](value)) in (None, []) or not (gold := gold_text(value).strip()):
-        raise ValueError(f"no answer ({reader})")
-    return gold
+    A whole float loses its fraction (``27.0`` becomes ``27``); else one answer keeps its source's notation.
+    ValueError: there is none."""
+    return gold_text(READERS[reader](value)).strip()
 
 
 def published_id(spec: DatasetSpec, row: Mapping[str, Any], name: str) -> str | None:
