@@ -378,8 +378,8 @@ FAULTS = [
     ),
     Fault(
         "the smallest factor that is seen",
-        "grail_advantage/receipt/check.py::_receipt",
-        "1 + 2 * arrived.precision => 1 + arrived.precision",
+        "grail_advantage/receipt/check.py::Comparison.receipt",
+        "1 + 2 * self.precision => 1 + self.precision",
         "core/test_receipt.py::test_the_smallest_factor_that_is_seen",
     ),
     # Seeds

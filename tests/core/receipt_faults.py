@@ -309,13 +309,13 @@ def looped(
     return batch, replace(LOSS, aggregation=aggregation), pieces
 
 
-def cells(faults: list[Fault], every: int = 1) -> Iterator[tuple[Fault, list[str], Receipt]]:
-    """Faults in all of their settings, or each ``every``-th one, with the names that the receipt says; made-up ones where the
+def cells(faults: list[Fault], stride: int = 1) -> Iterator[tuple[Fault, list[str], Receipt]]:
+    """Faults in all of their settings, or one in ``stride``, with the names that the receipt says; made-up ones where the
     gradients are not a clean loop's."""
     all_cells = [
         (fault, seed, setting) for fault in faults for seed, setting in enumerate(fault.settings)
     ]
-    for fault, seed, setting in all_cells[::every]:
+    for fault, seed, setting in all_cells[::stride]:
         changes = fault.change if isinstance(fault.change, tuple) else (fault.change,)
         batch, declared, pieces = looped(seed, changes, fault.prepare, **setting)
         faulty, clean = (

@@ -44,7 +44,7 @@ def test_each_fault_of_history_is_seen_and_the_first_line_is_right() -> None:
 
 @pytest.mark.slow
 def test_nothing_is_missed_and_each_example_differs() -> None:
-    results = list(cells(MADE_UP, every=2))
+    results = list(cells(MADE_UP, stride=2))
     assert len(results) > 60 and all(names for _, names, _ in results)
     assert len(misnamed(results)) <= 0.03 * len(results), misnamed(results)
     for _, _, receipt in results:
@@ -157,8 +157,8 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None
             gap = t.ref - t.log_probs
             term = 0.1 * (gap.exp() - gap - 1)
             return term - bounded.detach() * t.advantages * t.log_probs * t.weights
-        most = float(name.removeprefix("delta ")) if "delta" in name else math.inf
-        unclipped = ratio.clamp(max=most) * t.advantages
+        delta = float(name.removeprefix("delta ")) if "delta" in name else math.inf
+        unclipped = ratio.clamp(max=delta) * t.advantages
         return -torch.minimum(unclipped, bounded * t.advantages) * t.weights
 
     def value(m: Any) -> Tensor:
@@ -227,8 +227,8 @@ def test_a_part_of_an_updates_responses() -> None:
     assert not all(len(piece.rows_b) for piece in parts)
     part = check(replace(loop.batch, **columns), TOKEN_MEAN, parts)
     assert part.ok and part.responses == (3, 8)
-    whole = check(loop.batch, TOKEN_MEAN, pieces)
-    torch.testing.assert_close(part.received_BT, whole.received_BT[rows])
+    expected = check(loop.batch, TOKEN_MEAN, pieces)
+    torch.testing.assert_close(part.received_BT, expected.received_BT[rows])
 
 
 def test_responses_that_are_left_out() -> None:
@@ -283,9 +283,9 @@ def test_structure_alone_of_an_unknown_loss() -> None:
 
 def test_prompts_that_train() -> None:
     loop = rollout(35)
-    first, *others = train(loop)
+    first, *rest = train(loop)
     first = replace(first, outside_b=torch.full((len(first.rows_b),), 0.1))
-    assert names(check(loop.batch, TOKEN_MEAN, [first, *others]).findings) == ["outside"]
+    assert names(check(loop.batch, TOKEN_MEAN, [first, *rest]).findings) == ["outside"]
 
 
 @pytest.mark.parametrize(("factor", "name"), [(0.0, "lost"), (math.nan, "not finite")])

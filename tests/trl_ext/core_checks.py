@@ -4,8 +4,8 @@ the newest TRL on the path."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+import math
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
@@ -65,8 +64,8 @@ WHOLE = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": 
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Bit for bit: 4 updates, of 4 micro-batches of 2, by a generation batch that is used twice."""
-    settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.3, **MICRO, **options}
+    """Bit for bit: 8 updates of 4 micro-batches of 2, for each of two generation batches, which is used twice."""
+    settings = {"num_iterations": 2, "max_steps": 8, "learning_rate": 0.3, **MICRO, **options}
     kinds = {GRPOTrainer: {}, TokenWeightGRPOTrainer: WHOLE}
     ends = [
         parameters(trained(tmp_path, kind, weights=weights, **settings).model)
@@ -75,28 +74,34 @@ def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, 
     assert torch.equal(*ends) and not torch.allclose(ends[0], parameters(new_model()), atol=1e-3)
 
 
-RESPONSES = [script for scripts in world.TEXTS.values() for script in scripts]
 ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.5, -0.5, 0.5, -0.5]
 """Of the responses: reward minus the group's mean."""
 
 
 def plain_weights(
     method: Method, model: Any = None, prompt: str = "{}", **options: Any
-) -> tuple[TokenWeights, Tensor]:
+) -> tuple[TokenWeights, torch.Tensor]:
     """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages. One
     that is cut off is masked."""
-    rollouts = []
-    for place, script in enumerate(RESPONSES):
-        text = prompt.format(list(world.TEXTS)[place // world.GENERATIONS])
-        response = script.turns[0] + END * script.ends
-        rollouts.append(Rollout(text, response, ADVANTAGES[place] * script.ends))
-    batch = make_batch(rollouts, "right")
+    texts = [
+        (prompt.format(prompt_text), script)
+        for prompt_text, scripts in world.TEXTS.items()
+        for script in scripts
+    ]
+    pairs = zip(texts, ADVANTAGES, strict=True)
+    batch = make_batch(
+        [
+            Rollout(prompt_text, script.turns[0] + END * script.ends, a * script.ends)
+            for (prompt_text, script), a in pairs
+        ],
+        "right",
+    )
     arguments = (model or new_model(), char_tokenizer(), *batch.tensors(), method)
     result = compute_token_weights(*arguments, temperature=world.TEMPERATURE, **options)
     return result, result.advantages[batch.response_mask.bool()]
 
 
-def of_responses(trainer: GRPOTrainer) -> Tensor:
+def of_responses(trainer: GRPOTrainer) -> torch.Tensor:
     """All token advantages of a batch of TRL's, one response after the other."""
     batch = generation_batch(trainer)
     return batch["advantages"][batch["completion_mask"].bool()]
@@ -104,13 +109,17 @@ def of_responses(trainer: GRPOTrainer) -> Tensor:
 
 def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
     """Which is within the prepared model's forward: advantages are those of float32 but for its rounding."""
-    weights = {"token_weights": Grail(gate="all"), "token_dump": tmp_path}
     advantages = []
-    for bf16 in (False, True):
-        trained(tmp_path / "run", weights=weights, bf16=bf16)
-        advantages.append(np.concatenate([row.advantage_T for row in read_dump(tmp_path)]))
-    exact, half = advantages
-    assert 1e-4 < np.linalg.norm(half - exact) / np.linalg.norm(exact) < 0.1
+    for name, bf16 in (("exact", False), ("half", True)):
+        trained(
+            tmp_path,
+            weights={"token_weights": Grail(gate="all"), "token_dump": tmp_path / name},
+            bf16=bf16,
+        )
+        advantages.append(np.concatenate([row.advantage_T for row in read_dump(tmp_path / name)]))
+    assert (
+        1e-4 < np.linalg.norm(advantages[1] - advantages[0]) / np.linalg.norm(advantages[0]) < 0.1
+    )
 
 
 UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
@@ -127,27 +136,30 @@ UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) -> None:
     """The update is that without these responses: no reward function scores them, TRL's ``None``."""
-    values, options = UNUSABLE[case]
-    second = [0.0] * 4 + values
-    unusable = [abs(value) >= 1e17 for value in second]
+    (values, options) = UNUSABLE[case]
     trainers = []
-    for name in ("known", "none"):
+    outcomes = [script.outcome for scripts in world.TEXTS.values() for script in scripts]
+    values = [0.0] * 4 + values
+    bad = [abs(value) >= 1e17 for value in values]
+    for name, none in (("known", [False] * 8), ("none", bad)):
         options["reward"] = []
-        for column in ([script.outcome for script in RESPONSES], second):
-            rewards = list(column)
-            if name == "none":
-                rewards = np.where(unusable, None, column).tolist()
+        for column in (outcomes, values):
+            rewards = [None if skip else value for value, skip in zip(column, none, strict=True)]
             options["reward"].append(lambda *, rewards=rewards, **_: rewards)
-        weights = {"token_weights": "grail", "token_dump": tmp_path / name}
-        trainers.append(trained(tmp_path, weights=weights, **options))
-    models = [parameters(trainer.model) for trainer in trainers]
-    assert torch.equal(*models)
-    assert not torch.equal(models[0], parameters(new_model())), "the other responses train"
-    assert logged(trainers[0])["grail/unjudged_rate"] == pytest.approx(sum(unusable) / 8)
-    for row, is_unusable in zip(read_dump(tmp_path / "known"), unusable, strict=True):
-        if is_unusable:
-            assert row.outcome is None or abs(row.reward) > LARGEST
-            assert not row.advantage_T.any()
+        trainers.append(
+            trained(
+                tmp_path,
+                weights={"token_weights": "grail", "token_dump": tmp_path / name},
+                **options,
+            )
+        )
+    assert torch.equal(*(parameters(trainer.model) for trainer in trainers))
+    assert not torch.equal(parameters(trainers[0].model), parameters(new_model())), (
+        "the other responses train"
+    )
+    assert logged(trainers[0])["grail/unjudged_rate"] == pytest.approx(sum(bad) / 8)
+    for row in [row for row, skip in zip(read_dump(tmp_path / "known"), bad, strict=True) if skip]:
+        assert (row.outcome is None or abs(row.reward) > LARGEST) and not row.advantage_T.any()
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
@@ -157,9 +169,13 @@ def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
     rewards, expected = UNJUDGED[name]
     trainer = build(tmp_path, weights=WHOLE, reward=lambda **_: [*rewards, 1.0, 0.0, 1.0, 0.0])
     batch = generation_batch(trainer)
-    expected_B1 = torch.tensor(expected).nan_to_num(0.0)[:, None]
-    mask_BT = batch["completion_mask"][:4]
-    torch.testing.assert_close(batch["advantages"][:4], expected_B1 * mask_BT)
+    for advantage_T, mask_T, value in zip(
+        batch["advantages"], batch["completion_mask"].bool(), expected, strict=False
+    ):
+        expected_value = 0.0 if math.isnan(value) else value
+        torch.testing.assert_close(
+            advantage_T[mask_T], torch.full((int(mask_T.sum()),), expected_value)
+        )
 
 
 def logged(trainer: GRPOTrainer) -> dict[str, float]:
@@ -198,6 +214,18 @@ def test_the_update_is_the_same_without_zero_advantage_responses(
 ) -> None:
     """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
     that the run misses, and is made once. Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
+    moved = []
+    seen = []
+    states = []
+    zeros = set()
+
+    class Recording(TokenWeightGRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            zeros.add(int((inputs["advantages"] == 0).all(dim=1).sum()))
+            loss = super()._compute_loss(model, inputs)
+            states.append(torch.get_rng_state())
+            return loss
+
     options = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -207,31 +235,24 @@ def test_the_update_is_the_same_without_zero_advantage_responses(
         "learning_rate": 0.3,
         "max_grad_norm": 0.0,
         "scale_rewards": "group" if loss_type == "cispo" else "none",
-        # The third response of the first prompt alone is better than its siblings.
-        "reward": lambda **_: [0.0, 0.0, 1.0] + [0.0] * 5,
+        "reward": lambda **_: [0.0, 0.0, 1.0, 0.0] + [0.0] * 4,
     }
-    moved = []
-    rows = []
-    states = []
     for skip in (False, True):
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        settings = options
-        if tools:
-            settings = world.talks() | options
-            weights["tools"] = [world.GAME.guess]
-        trainer = build(tmp_path, weights=weights, **settings)
+        of_tools = world.talks() | {"weights": {**weights, "tools": [world.GAME.guess]}}
+        trainer = build(
+            tmp_path, Recording, **(of_tools if tools else {"weights": weights}) | options
+        )
         start = parameters(trainer.model).clone()
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
             trainer.train()
-        rows.append([shape[0] for shape in shapes])
-        states.append(torch.get_rng_state())
+        seen.append([shape[0] for shape in shapes])
         moved.append(parameters(trainer.model) - start)
     largest = float(moved[0].abs().max())
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * largest)
-    assert largest > 1e-3
-    # The probe has 7 passes, with 9 rows more.
-    assert len(rows[1]) == len(rows[0]) + 7 and sum(rows[1]) - 9 < sum(rows[0])
-    assert torch.equal(*states)
+    assert largest > 1e-3 and len(zeros) > 1
+    assert len(seen[1]) == len(seen[0]) + 7 and sum(seen[1]) - (3 * 1 + 4 + 2 * 1) < sum(seen[0])
+    assert all(map(torch.equal, states[: len(states) // 2], states[len(states) // 2 :]))
 
 
 def mixing() -> Any:
@@ -244,11 +265,13 @@ def mixing() -> Any:
 
 
 DEPENDING = {
-    "dropout": lambda: new_model(attention_dropout=0.1),
-    "LoRA's dropout": lambda: get_peft_model(
-        new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
-    ),
-    "rows that see each other": mixing,
+    "dropout": lambda: {"model": new_model(attention_dropout=0.1)},
+    "LoRA's dropout": lambda: {
+        "model": get_peft_model(
+            new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+        )
+    },
+    "rows that see each other": lambda: {"model": mixing()},
 }
 
 
@@ -258,28 +281,32 @@ def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(
 ) -> None:
     """It is refused before the first update; TRL's own training, and a micro-batch of one response, go on."""
     for skip, size in ((True, 4), (True, 1), (False, 4)):
-        is_refused = skip and size > 1
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        trainer = build(tmp_path, weights=weights, model=DEPENDING[name](), **sizes)
+        trainer = build(tmp_path, weights=weights, **sizes, **DEPENDING[name]())
+        refused = skip and size > 1
         start = parameters(trainer.model).clone()
-        refusal = pytest.raises(ValueError, match="skip_zero_advantage")
-        with refusal if is_refused else nullcontext():
+        if refused:
+            with pytest.raises(ValueError, match="skip_zero_advantage"):
+                trainer.train()
+        else:
             trainer.train()
-        assert torch.equal(start, parameters(trainer.model)) == is_refused
+        assert torch.equal(start, parameters(trainer.model)) == refused
 
 
 def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path) -> None:
     """And train as in TRL's own trainer where a method has no pass."""
-    adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    weights = {"token_weights": Grail(gate="all"), "peft_config": adapter}
-    with pytest.raises(ValueError, match="virtual tokens"):
-        generation_batch(build(tmp_path, weights=weights))
     ends = []
+    adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="virtual tokens"):
+        generation_batch(
+            build(tmp_path, weights={"token_weights": Grail(gate="all"), "peft_config": adapter})
+        )
     for kind, weights in ((GRPOTrainer, {}), (TokenWeightGRPOTrainer, WHOLE)):
         torch.manual_seed(0)
-        trainer = trained(tmp_path, kind, weights={**weights, "peft_config": adapter})
-        ends.append(parameters(trainer.model))
+        ends.append(
+            parameters(trained(tmp_path, kind, weights={**weights, "peft_config": adapter}).model)
+        )
     assert torch.equal(*ends)
 
 
@@ -350,13 +377,16 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     )
     advantages = of_responses(trainer)
     assert all(p.grad is None for p in trainer.model.parameters())
-    start = {name: values.clone() for name, values in trainer.model.state_dict().items()}
+    start = {
+        name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()
+    }
     trainer.train()
-    adapted = dict(trainer.model.named_parameters())
-    moved = {name for name, values in adapted.items() if not torch.equal(values, start[name])}
-    assert moved and all(adapted[name].requires_grad for name in moved)
-    # Back to the policy that was scored.
-    trainer.model.load_state_dict(start, strict=False)
+    same = {name: torch.equal(p, start[name][1]) for name, p in trainer.model.named_parameters()}
+    assert all(same[name] for name, (trains, _) in start.items() if not trains) and not all(
+        same.values()
+    )
+    for name, parameter in trainer.model.named_parameters():
+        parameter.data.copy_(start[name][1])
     expected = plain_weights(method, trainer.model.merge_and_unload().eval(), **answer)[1]
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(advantages, plain_weights(method, **answer)[1], atol=0.02)
@@ -372,7 +402,9 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: fl
     weights = {"token_weights": method, "peft_config": adapter}
     trainer = build(tmp_path, weights=weights, beta=beta)
     advantages = of_responses(trainer)
-    cut_off = torch.tensor([not script.ends for script in RESPONSES])
+    cut_off = torch.tensor(
+        [not script.ends for scripts in world.TEXTS.values() for script in scripts]
+    )
     expected = plain_weights(method, trainer.model, masked=cut_off)[1]
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(advantages, plain_weights(method_of("uniform"))[1], atol=0.02)
@@ -462,59 +494,55 @@ OF_METHOD = {
 EXAMPLES = {**REFUSED, **AGAINST_SKIPPING, **WARNED}
 
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Arguments]:
-    """Makes those of a trainer with other settings than its own: this machine cannot start all of them."""
-    trainer = build(tmp_path_factory.mktemp("rules"), loss_type="dr_grpo", scale_rewards="group")
-
-    def changed(**example: Any) -> Arguments:
-        method = parse_method(example.get("token_weights", "grail"))
-        args = copy(trainer.args)
-        stand_in = SimpleNamespace(**vars(trainer))
-        stand_in.args = args
-        stand_in.is_fsdp_enabled = "fsdp" in example
-        stand_in.accelerator = SimpleNamespace(
-            num_processes=2 if method.whole_groups else 1,
-            state=trainer.accelerator.state,
-            parallelism_config=None,
-        )
-        for name, value in example.items():
-            if name == "reward_funcs":
-                stand_in.reward_func_names = [function.__name__ for function in value]
-            if name == "train_dataset":
-                value = SimpleNamespace(column_names=list(value))
-            setattr(args if hasattr(args, name) else stand_in, name, value)
-        return Arguments(stand_in, method)
-
-    return changed
-
-
-ALL_RULES = (*rules.RULES, *rules.AGAINST_SKIPPING)
+def arguments(folder: Path, example: Mapping[str, Any]) -> Arguments:
+    """Of a trainer with these settings in place of its own: this machine cannot start all of them."""
+    method = parse_method(example.get("token_weights", "grail"))
+    trainer = build(folder, loss_type="dr_grpo", scale_rewards="group")
+    args = copy(trainer.args)
+    state = trainer.accelerator.state
+    stand_in = SimpleNamespace(
+        **{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example}
+    )
+    processes = 2 if method.whole_groups else 1
+    stand_in.accelerator = SimpleNamespace(
+        num_processes=processes, state=state, parallelism_config=None
+    )
+    for name, value in example.items():
+        if name == "reward_funcs":
+            stand_in.reward_func_names = [function.__name__ for function in value]
+        value = SimpleNamespace(column_names=list(value)) if name == "train_dataset" else value
+        setattr(args if hasattr(args, name) else stand_in, name, value)
+    return Arguments(stand_in, method)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_setting_breaks_its_rule_alone(
-    name: str, arguments: Callable[..., Arguments], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And is named by TRL's own option, or the method's."""
-    settings = arguments(**EXAMPLES[name])
-    (rule,) = (rule for rule in ALL_RULES if rule.when(settings))
+    settings = arguments(tmp_path, EXAMPLES[name])
+    all_rules = (*rules.RULES, *rules.AGAINST_SKIPPING)
+    assert not [rule for rule in all_rules if rule.when(arguments(tmp_path, {}))]
+    (rule,) = (rule for rule in all_rules if rule.when(settings))
     option = OF_METHOD.get(name, next(iter(EXAMPLES[name])))
     names = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
     assert option in names or name in OF_METHOD
-    assert rule.warned == (name in WARNED)
-    refusal = pytest.raises(ValueError, match=f"^{option}=")
-    with nullcontext() if rule.warned else refusal:
-        check_rules(ALL_RULES, settings)
-    if rule.warned:
+    if name in WARNED:
+        check_rules(all_rules, settings)
         assert caplog.messages[-1].startswith(f"{option}=")
+    else:
+        with pytest.raises(ValueError, match=f"^{option}="):
+            check_rules(all_rules, settings)
+    assert rule.warned == (name in WARNED)
 
 
-def test_every_rule_has_an_example(arguments: Callable[..., Arguments]) -> None:
-    """So that a rule that goes leaves an example that nothing refuses, or warns of; the trainer itself breaks none."""
-    examples = [arguments(**example) for example in EXAMPLES.values()]
-    assert all(any(rule.when(settings) for settings in examples) for rule in ALL_RULES)
-    assert not any(rule.when(arguments()) for rule in ALL_RULES)
+def test_every_rule_has_an_example(tmp_path: Path) -> None:
+    """So that a rule that goes leaves an example that nothing refuses, or warns of."""
+    all_rules = (*rules.RULES, *rules.AGAINST_SKIPPING)
+    of_examples = [arguments(tmp_path, example) for example in EXAMPLES.values()]
+    assert not [
+        rule for rule in all_rules if not any(rule.when(settings) for settings in of_examples)
+    ]
 
 
 def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None:
@@ -527,9 +555,7 @@ def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None
         )
 
 
-def test_options_are_refused_as_a_trainer_is_made(
-    tmp_path: Path, arguments: Callable[..., Arguments]
-) -> None:
+def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
     """And the published ones are not."""
     for option, weights, settings in (
         ("loss_type", {}, {"loss_type": "luspo"}),
@@ -546,7 +572,9 @@ def test_options_are_refused_as_a_trainer_is_made(
         **{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)}
     )
     names = ("loss_type", "bf16", "top_entropy_quantile")
-    check_rules(rules.RULES, arguments(**{name: getattr(published, name) for name in names}))
+    check_rules(
+        rules.RULES, arguments(tmp_path, {name: getattr(published, name) for name in names})
+    )
     assert published.generation_batch_size == 256 and published.num_iterations == 4
     page = (docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8")
     assert marked(page, "trl").split("\n") == docs_pages.trl()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from trl import GRPOTrainer
 
 from tests.trl_ext import world
@@ -81,7 +80,7 @@ def on_card(folder: Path) -> None:
     with card.card():
         for name, (trainer, rows, output, expected) in batches.items():
             moved = {
-                key: values.to(card.DEVICE) if isinstance(values, Tensor) else values
+                key: values.to(card.DEVICE) if isinstance(values, torch.Tensor) else values
                 for key, values in output.items()
             }
             card.moved(trainer.model)

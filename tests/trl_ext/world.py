@@ -15,7 +15,6 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
@@ -124,7 +123,7 @@ def speaks(model: Any, scripts: Scripts) -> Any:
     """The model, which says what is written down for the conversation so far: the k-th response to a prompt is the k-th
     of its scripts."""
 
-    def generate(input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+    def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
         seen: Counter = Counter()
         responses = []
         for ids_P, mask_P in zip(
@@ -219,14 +218,14 @@ def talks(*prompts: str) -> dict[str, Any]:
     return {**parts, "reward": None, **settings}  # the environment's own
 
 
-def generation_batch(trainer: GRPOTrainer) -> dict[str, Tensor]:
+def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     """The trainer's batch of all responses."""
     return trainer._generate_and_score_completions(
         [row for row in trainer.train_dataset for _ in range(GENERATIONS)]
     )
 
 
-def parameters(model: Any) -> Tensor:
+def parameters(model: Any) -> torch.Tensor:
     """All of a model's, flat."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
