@@ -62,9 +62,8 @@ class Case:
 
     row: DumpRow
     advantage: float
-    label: (
-        Label  # its steps before the answer; the one to blame: that of the largest significant loss
-    )
+    # Its steps before the answer; the one to blame: that of the largest significant loss
+    label: Label
     step_T: np.ndarray  # int; of all tokens
     credit_J: np.ndarray
     halves_2J: np.ndarray  # the credit by either half of the continuations

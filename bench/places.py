@@ -74,9 +74,8 @@ def step_means(values_T: np.ndarray, step_T: np.ndarray) -> np.ndarray:
 def by_step(blame_T: np.ndarray, label: Label) -> np.ndarray:
     """AUROC of each step, (M,)."""
     means_M = step_means(blame_T, label.step_T)
-    means_M = np.round(
-        means_M / (np.abs(means_M).max() or 1), 9
-    )  # equal values have means that differ by rounding
+    # Equal values have means that differ by rounding
+    means_M = np.round(means_M / (np.abs(means_M).max() or 1), 9)
     above_MM = np.sign(means_M[:, None] - means_M) / 2 + 0.5
     # A step and itself are a tie, 0.5, which is no comparison.
     return (above_MM.sum(axis=1) - 0.5) / (len(means_M) - 1)

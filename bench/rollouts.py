@@ -138,9 +138,8 @@ def _with_torch(
     prefixes: Sequence[Prefix],
     limits: Sequence[int],
 ) -> list[list[list[int]]]:
-    order = sorted(
-        range(len(prefixes)), key=lambda index: len(prefixes[index])
-    )  # a batch has about one length
+    # A batch has about one length
+    order = sorted(range(len(prefixes)), key=lambda index: len(prefixes[index]))
     if not prefixes:
         return []
     numbers = []

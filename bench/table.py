@@ -66,9 +66,8 @@ def label_of(row: DumpRow) -> tuple[Label | None, np.ndarray]:
     """The label of a response, ``None`` where fewer than two steps can be compared, and its first wrong tokens, bool (T,)."""
     places_T = np.arange(len(row))
     starts = [start for start, _ in row.labels["steps"]]
-    end = row.labels.get("answer", [len(row) - (row.tokens[-1] == "")])[
-        0
-    ]  # an end token has no text
+    # An end token has no text
+    end = row.labels.get("answer", [len(row) - (row.tokens[-1] == "")])[0]
     step_T = np.searchsorted(starts[1:], places_T, side="right")
     start, stop = row.labels.get("wrong_step", (0, 0))
     step = None
@@ -183,9 +182,8 @@ def figures_of(
         "scored": mean_of([record.no_scores is None for record in errors]),
     }
     for control, values_W in by_control.items():
-        figures[control] = mean_of(
-            np.round(own_W - values_W, 9), problems
-        )  # rounding is no difference
+        # Rounding is no difference
+        figures[control] = mean_of(np.round(own_W - values_W, 9), problems)
     if controls:
         places_W = np.array([record.step / max(1, len(record.auroc_M) - 1) for record in errors])
         at_WC = np.stack([_at(places_W, record.auroc_M) for record in controls], axis=1)

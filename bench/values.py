@@ -80,9 +80,8 @@ def main(arguments: Sequence[str]) -> None:
     responses = [torch.tensor(row.response) for row in rows]
     spans = list(find_generated_spans(responses, tokenizer, "first", answer_format(options.answer)))
     draw = drawer(options, "continuations", prompts)
-    digits: dict[
-        tuple[tuple[int, ...], int, str], str
-    ] = {}  # by beginning, its prompt's length and the ground truth
+    # By beginning, its prompt's length and the ground truth
+    digits: dict[tuple[tuple[int, ...], int, str], str] = {}
     for first in range(len(lines), len(rows), TOGETHER):
         batch = range(first, min(first + TOGETHER, len(rows)))
         starts = {}

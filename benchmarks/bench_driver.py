@@ -112,9 +112,8 @@ def run(responses: int, tokens: int) -> dict[str, float]:
         for stage in (fetch, answers, weights, put, dump):
             seconds[stage.__name__] = timer.seconds("cpu", stage)
     tq.kv_clear(keys=keys, partition_id="train")
-    seconds["weights"] -= seconds[
-        "answers"
-    ]  # _weigh() makes the record, and finds the answers, too
+    # _weigh() makes the record, and finds the answers, too
+    seconds["weights"] -= seconds["answers"]
     return seconds
 
 

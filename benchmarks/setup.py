@@ -60,9 +60,8 @@ class Setup:
         rows = self.rows
         vocabulary = SHAPES[self.shape]["vocab_size"]
         tokenizer = build_tokenizer([])
-        first = len(
-            tokenizer
-        )  # after the bytes and the special tokens come words without a meaning
+        # After the bytes and the special tokens come words without a meaning
+        first = len(tokenizer)
         tokenizer.add_tokens([f"w{index}" for index in range(first, vocabulary)])
         answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
         size = (rows, self.tokens)
@@ -108,9 +107,8 @@ def prepare_process(device: str) -> None:
     os.environ.update(
         ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TOKENIZERS_PARALLELISM="false"
     )
-    os.environ.update(
-        {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ
-    )  # it talks to itself
+    # It talks to itself
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ)
     if device == "cpu":
         os.environ["VERL_PLATFORM"] = "cpu"
 

@@ -27,9 +27,8 @@ def grail_weights(model, prompt, response, answer, content, advantage, temperatu
     ids = torch.cat([prompt, response])[None]
     embeddings = model.get_input_embeddings()
     h = embeddings(ids).detach().requires_grad_()  # (1, P+T, D)
-    with embeddings.register_forward_hook(
-        lambda *_: h
-    ):  # not inputs_embeds: Gemma 3n, DeepSeek-V4 read the ids, too
+    # Not inputs_embeds: Gemma 3n, DeepSeek-V4 read the ids, too
+    with embeddings.register_forward_hook(lambda *_: h):
         logits = model(input_ids=ids).logits
     log_probs = (logits[0, predicting].float() / temperature).log_softmax(-1)  # (T, V)
     loss = -log_probs.gather(-1, response[:, None])[answer].sum()  # 1.
@@ -88,9 +87,8 @@ def painted(text, weight):
 def load(name):
     """The model and the tokenizer of this name; without one those that come with this repository."""
     if name is None:
-        sys.path.insert(
-            0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu")
-        )  # it need not be installed
+        # It need not be installed
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu"))
         from verl_cpu.tiny.shipped import load_shipped
 
         return load_shipped()

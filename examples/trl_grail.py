@@ -103,9 +103,8 @@ def main() -> None:
     keep_options(options)
     if options.tiny:
         make_tiny(options)
-    os.environ.setdefault(
-        "VLLM_USE_FLASHINFER_SAMPLER", "0"
-    )  # it is compiled at run time, often without an nvcc
+    # It is compiled at run time, often without an nvcc
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     config = GRPOConfig(
         str(output),
         seed=options.seed,
@@ -231,9 +230,8 @@ def keep_options(options: argparse.Namespace) -> None:
 
 def make_tiny(options: argparse.Namespace) -> None:
     """Write the tiny model and its problems, and name them in the options."""
-    sys.path.insert(
-        0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu")
-    )  # it need not be installed
+    # It need not be installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/verl-cpu"))
     from verl_cpu.tiny.shipped import load_shipped
     from verl_cpu.tiny.task import random_problems
 

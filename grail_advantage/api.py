@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 
 ROUNDING = 1e-3  # most that rounding puts a log-probability above 0, or an entropy below
-MOST_UNKNOWN = (
-    0.1  # share of response tokens that the tokenizer may not have, as embeddings are often padded
-)
+# Share of response tokens that the tokenizer may not have, as embeddings are often padded
+MOST_UNKNOWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,8 @@ class PlainHost:
         tokens: int = FORWARD_TOKENS,
         device: torch.device | str = "cpu",
     ) -> None:
-        from grail_advantage.model.hugging_face import (
-            HuggingFaceModel,
-        )  # not above: naming the methods would import it
+        # Not above: naming the methods would import it
+        from grail_advantage.model.hugging_face import HuggingFaceModel
 
         self._rollouts = rollouts
         self._model = HuggingFaceModel(
@@ -263,9 +261,8 @@ def _check_values(
 
 def _check_model(model: Any, tokenizer: Any, rollouts: Rollouts) -> None:
     """Raise ValueError, naming the argument, for a model or tokenizer that the token ids cannot be of."""
-    from transformers import (
-        PreTrainedTokenizerBase,
-    )  # not above: naming the methods would import it
+    # Not above: naming the methods would import it
+    from transformers import PreTrainedTokenizerBase
 
     kind = type(model).__name__
     vectors: Any = None

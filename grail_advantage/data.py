@@ -151,9 +151,8 @@ class Example:
     """It holds a response's prompt and data, for methods that ask differently."""
 
     messages: Sequence[Mapping[str, Any]]  # before the chat template
-    columns: Mapping[
-        str, Any
-    ]  # the data set's others; verl keeps the truth in reward_model.ground_truth
+    # The data set's others; verl keeps the truth in reward_model.ground_truth
+    columns: Mapping[str, Any]
     template_options: Mapping[str, Any]  # of the chat template, such as enable_thinking
 
 
@@ -173,9 +172,8 @@ class Rollouts:
     prompts: Sequence[Tensor]  # int64 (P,) each, at least one token
     responses: Sequence[Tensor]  # int64 (T,) each; with what tools and users said in them
     mask: Tensor  # bool (B, T): the tokens that train; T is that of the longest response
-    advantages: (
-        Tensor  # (B,), before weighting; NaN (no reward) or more than LARGEST trains nothing
-    )
+    # (B,), before weighting; NaN (no reward) or more than LARGEST trains nothing
+    advantages: Tensor
     tokenizer: PreTrainedTokenizerBase = None
     answer: AnswerFormat = BOXED
     # bool (B, T): the tokens that the model wrote; by default those that train
@@ -183,25 +181,21 @@ class Rollouts:
     truncated: Tensor | None = None  # bool (B,): hit the length limit without an end token
     masked: Tensor | None = None  # bool (B,): train nothing, whatever their advantage
     groups: Tensor | None = None  # int64 (B,), at least 0; the same for responses to one prompt
-    rewards: Tensor | None = (
-        None  # (B,): the sum of each response's rewards, NaN where it could not be scored
-    )
-    sessions: Sequence[tuple[Any, int]] | None = (
-        None  # each response's conversation, and its number in it
-    )
+    # (B,): the sum of each response's rewards, NaN where it could not be scored
+    rewards: Tensor | None = None
+    # Each response's conversation, and its number in it
+    sessions: Sequence[tuple[Any, int]] | None = None
     examples: Sequence[Example | None] | None = None
-    fields: Mapping[str, Sequence[Any]] = field(
-        default_factory=dict
-    )  # one value a response, for ``field:NAME``
+    # One value a response, for ``field:NAME``
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # The columns of READS that the host has; to a method NaN where the model did not write
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     keys: Sequence[str] = ()
     places: Sequence[int] = ()  # by default 0, 1, 2, ... both
     # For the dump: id, ground_truth, outcome, prompt, reward, labels
     facts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    mean: Callable[[Tensor, Tensor], float] = (
-        token_mean  # of values (B, T) under a mask, as the run's loss takes it
-    )
+    # Of values (B, T) under a mask, as the run's loss takes it
+    mean: Callable[[Tensor, Tensor], float] = token_mean
     step: int = 0
     span: str = "last"  # which complete answer of a response counts; set by for_method()
     known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
@@ -552,9 +546,8 @@ class RowScores:
     """It holds the results of a pass for one row."""
 
     scores: Tensor  # float32, of the response tokens from the first on; tokens after the last score have none
-    norms: Tensor | None = (
-        None  # 1-D float32: the gradient norms of all positions looked at, for the metrics
-    )
+    # 1-D float32: the gradient norms of all positions looked at, for the metrics
+    norms: Tensor | None = None
 
     def on_cpu(self) -> RowScores:
         """Give a copy for another process, and for :func:`grail_advantage.weigh.weigh`."""
@@ -573,17 +566,15 @@ class Weighed:
     selected: Tensor  # bool (B,): needed scores
     failed: Tensor  # bool (B,): selected, with a score or weight that is not finite
     scores: Tensor  # float32 (B, T); NaN where there is none
-    weights: (
-        Tensor  # float32 (B, T), 0 outside the mask; 1 inside for a method that gives advantages
-    )
+    # float32 (B, T), 0 outside the mask; 1 inside for a method that gives advantages
+    weights: Tensor
     advantages: Tensor  # float32 (B, T): A_t, 0 outside the mask
     by_score: Tensor  # bool (B, T): the weight comes from the token's score, not from an override
     low: Tensor  # bool (B, T): the weight from the score met its map's lower bound
     high: Tensor
     gave_advantages: bool = False  # the method gives token advantages, not weights
-    no_scores: Sequence[
-        str | None
-    ] = ()  # why each response has no scores of its own; None where it has
+    # Why each response has no scores of its own; None where it has
+    no_scores: Sequence[str | None] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # see grail_advantage.metrics
 
     def part(self, indices: Sequence[int]) -> Weighed:

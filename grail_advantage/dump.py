@@ -95,10 +95,8 @@ SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
         "labels": TEXT,
     }
 )
-BY_UPDATE = (
-    "by_update",
-    "clipped_by_update",
-)  # a list for each optimiser step, of floats, one a token
+# A list for each optimiser step, of floats, one a token
+BY_UPDATE = "by_update", "clipped_by_update"
 RECEIVED_SCHEMA = (
     pa.schema(  # the columns of ``received_000123.parquet``; in a table they follow the others
         {
@@ -134,12 +132,10 @@ class DumpHeader:
     reshaper: str | None = None
     model: str = ""
     temperature: float | None = None
-    rows_in_step: int | None = (
-        None  # responses of the update's batch, without those that only fill it up
-    )
-    special_tokens: Mapping[int, str] = field(
-        default_factory=dict
-    )  # names of tokens without text, by id
+    # Responses of the update's batch, without those that only fill it up
+    rows_in_step: int | None = None
+    # Names of tokens without text, by id
+    special_tokens: Mapping[int, str] = field(default_factory=dict)
     written_by: str = ""
     answer: str | None = None  # the format of answers; ``None`` for methods that read none
     gave_advantages: bool = False  # the method gave token advantages, not weights
@@ -226,9 +222,8 @@ def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> N
             expected = counts.take(pc.list_parent_indices(lists))
         elif name not in _PER_TOKEN:
             continue
-        are_equal = pc.all(
-            pc.equal(pc.list_value_length(values), expected)
-        ).as_py()  # null: there are none
+        # Null: there are none
+        are_equal = pc.all(pc.equal(pc.list_value_length(values), expected)).as_py()
         if are_equal is False or (name in BY_UPDATE and values.null_count):
             raise ValueError(f"a response has more or fewer values of {name} than tokens")
 
@@ -523,9 +518,8 @@ class DumpOptions(BaseModel):
     every: int = Field(1, ge=1)  # steps from one dump to the next
     responses: int | None = Field(64, ge=1)  # most responses of a step; ``None`` for all
     received: bool = True  # whether what their tokens receive in the updates is written as well
-    effect_every: int = Field(
-        0, ge=0
-    )  # steps between measurements of the update's effect, a forward each; 0: none
+    # Steps between measurements of the update's effect, a forward each; 0: none
+    effect_every: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _effect_needs_received(self) -> DumpOptions:
@@ -644,9 +638,8 @@ class StepDump(Unstopped):
     def _in_time(self, write: Callable[[], Any]) -> None:
         with self.attempt():
             if not self._disk.is_alive():
-                self._disk = threading.Thread(
-                    target=self.attempt()(write), daemon=True
-                )  # no end of a run waits for it
+                # No end of a run waits for it
+                self._disk = threading.Thread(target=self.attempt()(write), daemon=True)
                 self._disk.start()
                 self._disk.join(SECONDS)
             if self._disk.is_alive():

@@ -26,9 +26,8 @@ class Weights(NamedTuple):
     values: Tensor  # float32 (B, T), at least 0; read where the mask is true
     lowest: float = -math.inf  # bounds that the weights were clipped to
     highest: float = math.inf
-    elsewhere: float = (
-        1.0  # of a scored response's tokens outside the mask, for methods without answer weights
-    )
+    # Of a scored response's tokens outside the mask, for methods without answer weights
+    elsewhere: float = 1.0
 
 
 class Map(NamedTuple):
@@ -110,9 +109,8 @@ def bilevel(
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled
     to [0, 1] over the response, tau its quantile, by ``quantile_rule`` between two sorted scores or the one at index
     ``floor(quantile T)``. Equal scores all have weight 1. A score below -1 counts as -1."""
-    if (
-        not m.any()
-    ):  # also where there is no response or no token, of which no extremum could be taken
+    # Also where there is no response or no token, of which no extremum could be taken
+    if not m.any():
         return Weights(torch.ones_like(x, dtype=torch.float32), 0.1)
     log = torch.log1p(x.double().clamp(min=-1 + 1e-8))
     low = torch.where(m, log, math.inf).amin(-1, keepdim=True)
@@ -159,9 +157,8 @@ def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     x = torch.where(m, x.double().clamp(min=0), 0.0)
     count = m.sum(-1, keepdim=True)
     mean = _mean(x, m)
-    p = torch.where(mean > 0, x / mean, 0.0).pow(
-        exponent
-    )  # by the mean, so that no power that matters overflows
+    # By the mean, so that no power that matters overflows
+    p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)
     total = p.sum(-1, keepdim=True)
     # mean^g total is the sum of x^g.
     is_known = m & (mean.pow(exponent) * total >= 1e-8)

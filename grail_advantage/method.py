@@ -160,17 +160,14 @@ class BaseMethod(BaseModel):
     section: ClassVar[str] = "options"  # of a run's configuration, below ``algorithm``
     formula: ClassVar[str] = ""  # the weight in one line of plain text
     source: ClassVar[str] = ""  # where the method comes from, and how well that is known
-    cost: ClassVar[str] = (
-        "0"  # on top of GRPO's step, in forwards over the batch; a backward to an activation is one
-    )
+    # On top of GRPO's step, in forwards over the batch; a backward to an activation is one
+    cost: ClassVar[str] = "0"
     reads: ClassVar[frozenset[str]] = frozenset()  # of READS, and "field:NAME"
-    data_columns: ClassVar[
-        tuple[str, ...]
-    ] = ()  # of the data set, of a method that reads "examples"
+    # Of the data set, of a method that reads "examples"
+    data_columns: ClassVar[tuple[str, ...]] = ()
     uses: ClassVar[str] = ""  # of the model, by run(); of USES
-    whole_groups: ClassVar[bool] = (
-        False  # run() must see the selected responses of a group together
-    )
+    # run() must see the selected responses of a group together
+    whole_groups: ClassVar[bool] = False
     ranks_entropy: ClassVar[bool] = False  # coarse values of the entropy would matter
     metrics: ClassVar[dict[str, str]] = {}  # names and meanings of own_figures()
     if TYPE_CHECKING:
@@ -286,9 +283,8 @@ class Method(BaseMethod):
     ``control: ClassVar[str] = "none"``."""
 
     needs_answer: ClassVar[bool] = False  # responses without an answer have weight 1
-    whole_batch: ClassVar[bool] = (
-        False  # every response with a token is scored: the batch's tokens are compared
-    )
+    # Every response with a token is scored: the batch's tokens are compared
+    whole_batch: ClassVar[bool] = False
 
     gate: Gate = option("all", "responses that get weights: wrong (A <= 0), correct (A > 0) or all")
     statistics: Among = option(
@@ -365,9 +361,8 @@ class AdvantageMethod(BaseMethod):
         "none",
         "shuffled: the same advantages, on other steps (runs of equal ones) of the same response before its answer",
     )
-    non_finite_trains: ClassVar[bool] = (
-        True  # with the response's own advantage, where a score is not finite; else 0
-    )
+    # With the response's own advantage, where a score is not finite; else 0
+    non_finite_trains: ClassVar[bool] = True
 
     def select(self, r: Rollouts) -> Tensor:
         return r.trains

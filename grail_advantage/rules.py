@@ -55,9 +55,8 @@ def check_rules(rules: Sequence[Rule], settings: Named, context: str = "") -> No
     Raises:
         ValueError: for the first rule that refuses, with the option, its value, the reason and the remedy.
     """
-    for rule in sorted(
-        rules, key=lambda rule: rule.warned
-    ):  # a run that is refused is warned of nothing
+    # A run that is refused is warned of nothing
+    for rule in sorted(rules, key=lambda rule: rule.warned):
         setting = rule.broken_by(settings)
         if not setting:
             continue

@@ -1,7 +1,5 @@
 """Generated passages in hand-written pages: a program writes the text between two marker lines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grail_advantage.dump import write_whole
@@ -13,20 +11,22 @@ def marked(text: str, name: str) -> str:
     Raises:
         ValueError: the markers are not there once each, in order.
     """
-    start, end = _bounds(text, name)
-    return text[start:end].strip("\n")
+    _, passage, _ = _split(text, name)
+    return passage.strip("\n")
 
 
 def write_marked(path: Path, name: str, passage: str) -> None:
     """Put a passage between the markers of a file, in place of the old one; ValueError as for :func:`marked`."""
-    text = path.read_text(encoding="utf-8")
-    start, end = _bounds(text, name)
-    write_whole(path, f"{text[:start]}\n{passage.strip()}\n{text[end:]}")
+    head, _, tail = _split(path.read_text(encoding="utf-8"), name)
+    write_whole(path, f"{head}\n{passage.strip()}\n{tail}")
 
 
-def _bounds(text: str, name: str) -> tuple[int, int]:
+def _split(text: str, name: str) -> tuple[str, str, str]:
+    """Returns the text up to a passage, with its first marker, the passage, and the rest from the second marker on."""
     begin = f"<!-- {name} -->"
     end = f"<!-- /{name} -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+    head, _, rest = text.partition(begin)
+    passage, _, tail = rest.partition(end)
+    if text.count(begin) != 1 or text.count(end) != 1 or end not in rest:
         raise ValueError(f"the file needs the lines {begin} and {end}, once each and in this order")
-    return text.index(begin) + len(begin), text.index(end)
+    return head + begin, passage, end + tail

@@ -5,8 +5,6 @@
 compares a resolved configuration with it, and ends with status 1 where a value differs and the table has no reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -30,7 +28,7 @@ class Setting:
     """One published value, by its key or what the thing is called there, and where this recipe has its own.
 
     ``place``: Q and a line, ``qwen3_grail.yaml``; E, ``run_eval.py``, or another of its files; TRL, its default then.
-    ``says``: options of verl's that say the same, without ``actor_rollout_ref``; ``ours``: their values in those terms.
+    ``says``: options of verl's that say the same; ``ours``: their values in those terms.
     ``why``: why the value is ``value`` (``None``: any) with ``like=published`` too, or has no option. ``corrected``:
     what ``like=corrected`` has instead, a colon, and why; ``instead``: the same in the published terms.
     """
@@ -44,15 +42,6 @@ class Setting:
     value: Any = None
     corrected: str = ""
     instead: Any = None
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Returns the options by their full names."""
-        parts = ("actor.", "rollout.", "model.")
-        return tuple(
-            f"actor_rollout_ref.{name}" if name.startswith(parts) else name
-            for name in self.says.split()
-        )
 
 
 def _loss(mode: str, scale: float, longest: int) -> str | None:
@@ -85,46 +74,48 @@ def _thinking(arguments: Any, model: str) -> Any:
 # fmt: off
 TRAINER = (
     Setting("max_steps", 200, "Q:33",
-            "trainer.total_training_steps actor.ppo_epochs data.train_batch_size actor.ppo_mini_batch_size",
+            "trainer.total_training_steps actor_rollout_ref.actor.ppo_epochs data.train_batch_size "
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
             lambda steps, epochs, prompts, together: steps * epochs * prompts / together),
     Setting("per_device_train_batch_size", 8, "Q:34", why="x the next row x 4 GPUs = 256 responses an update"),
-    Setting("gradient_accumulation_steps", 8, "Q:35", "actor.ppo_mini_batch_size rollout.n",
+    Setting("gradient_accumulation_steps", 8, "Q:35", "actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.rollout.n",
             lambda prompts, responses: prompts * responses / (8 * GPUS)),
-    Setting("learning_rate", 1e-6, "Q:36", "actor.optim.lr"),
-    Setting("optim", "adamw_torch_fused", "Q:37", "actor.optim.optimizer", value="AdamW",
+    Setting("learning_rate", 1e-6, "Q:36", "actor_rollout_ref.actor.optim.lr"),
+    Setting("optim", "adamw_torch_fused", "Q:37", "actor_rollout_ref.actor.optim.optimizer", value="AdamW",
             why="the same formula, computed in one kernel"),
-    Setting("weight_decay", 0.0, "TRL", "actor.optim.weight_decay"),
-    Setting("lr_scheduler_type", "constant", "Q:38", "actor.optim.lr_scheduler_type"),
-    Setting("warmup_steps", 20, "Q:39", "actor.optim.lr_warmup_steps", value=0,
+    Setting("weight_decay", 0.0, "TRL", "actor_rollout_ref.actor.optim.weight_decay"),
+    Setting("lr_scheduler_type", "constant", "Q:38", "actor_rollout_ref.actor.optim.lr_scheduler_type"),
+    Setting("warmup_steps", 20, "Q:39", "actor_rollout_ref.actor.optim.lr_warmup_steps", value=0,
             why="transformers ignores it under `constant`: the full rate from the first update"),
-    Setting("max_grad_norm", 1.0, "Q:40", "actor.optim.clip_grad"),
+    Setting("max_grad_norm", 1.0, "Q:40", "actor_rollout_ref.actor.optim.clip_grad"),
     Setting("seed", 42, "Q:41", "data.seed"),
     Setting("shuffle_dataset", True, "Q:42", "data.shuffle"),
-    Setting("bf16", True, "Q:43", "actor.fsdp_config.dtype", lambda dtype: dtype == "bfloat16"),
-    Setting("gradient_checkpointing", True, "Q:44", "model.enable_gradient_checkpointing"),
-    Setting("beta", 0.0, "Q:47", "actor.use_kl_loss algorithm.use_kl_in_reward",
+    Setting("bf16", True, "Q:43", "actor_rollout_ref.actor.fsdp_config.dtype", lambda dtype: dtype == "bfloat16"),
+    Setting("gradient_checkpointing", True, "Q:44", "actor_rollout_ref.model.enable_gradient_checkpointing"),
+    Setting("beta", 0.0, "Q:47", "actor_rollout_ref.actor.use_kl_loss algorithm.use_kl_in_reward",
             lambda loss, reward: None if loss or reward else 0.0),
-    Setting("num_iterations", 4, "Q:48", "actor.ppo_epochs"),
-    Setting("epsilon", 0.2, "Q:49", "actor.clip_ratio_low"),
-    Setting("epsilon_high", 0.28, "Q:50", "actor.clip_ratio_high"),
+    Setting("num_iterations", 4, "Q:48", "actor_rollout_ref.actor.ppo_epochs"),
+    Setting("epsilon", 0.2, "Q:49", "actor_rollout_ref.actor.clip_ratio_low"),
+    Setting("epsilon_high", 0.28, "Q:50", "actor_rollout_ref.actor.clip_ratio_high"),
     Setting("scale_rewards", False, "Q:51", "algorithm.norm_adv_by_std_in_grpo"),
     Setting("loss_type", "dr_grpo", "Q:52",
-            "actor.loss_agg_mode actor.loss_scale_factor data.max_response_length", _loss),
+            "actor_rollout_ref.actor.loss_agg_mode actor_rollout_ref.actor.loss_scale_factor data.max_response_length", _loss),
     Setting("mask_truncated_completions", True, "Q:53", "algorithm.METHOD.mask_truncated"),
-    Setting("use_liger_kernel", False, "Q:54", "model.use_liger"),
+    Setting("use_liger_kernel", False, "Q:54", "actor_rollout_ref.model.use_liger"),
     Setting("disable_dropout", True, "Q:78", why="these models have none"),
     Setting("max_completion_length", 4096, "Q:79", "data.max_response_length", instead=8192,
             corrected="R1-Distill 8,192: it thinks before it answers, and truncated responses teach nothing"),
-    Setting("num_generations", 8, "Q:80", "rollout.n"),
-    Setting("temperature", 1.0, "Q:81", "rollout.temperature"),
-    Setting("top_p", 1.0, "Q:82", "rollout.top_p"),
-    Setting("top_k", 50, "Q:83", "rollout.top_k"),
-    Setting("repetition_penalty", 1.0, "Q:84", "rollout.repetition_penalty", lambda v: 1.0 if v is None else v),
-    Setting("use_vllm", True, "Q:85", "rollout.name", lambda name: name == "vllm"),
-    Setting("vllm_gpu_memory_utilization", 0.2, "Q:86", "rollout.gpu_memory_utilization", value=0.6,
+    Setting("num_generations", 8, "Q:80", "actor_rollout_ref.rollout.n"),
+    Setting("temperature", 1.0, "Q:81", "actor_rollout_ref.rollout.temperature"),
+    Setting("top_p", 1.0, "Q:82", "actor_rollout_ref.rollout.top_p"),
+    Setting("top_k", 50, "Q:83", "actor_rollout_ref.rollout.top_k"),
+    Setting("repetition_penalty", 1.0, "Q:84", "actor_rollout_ref.rollout.repetition_penalty",
+            lambda penalty: 1.0 if penalty is None else penalty),
+    Setting("use_vllm", True, "Q:85", "actor_rollout_ref.rollout.name", lambda name: name == "vllm"),
+    Setting("vllm_gpu_memory_utilization", 0.2, "Q:86", "actor_rollout_ref.rollout.gpu_memory_utilization", value=0.6,
             why="memory alone: verl's engine sleeps while the trainer works"),
     Setting("chat_template_kwargs", {"enable_thinking": False}, "Q:88",
-            "data.apply_chat_template_kwargs model.path", _thinking),
+            "data.apply_chat_template_kwargs actor_rollout_ref.model.path", _thinking),
     Setting("vllm_importance_sampling_correction", True, "TRL", "algorithm.rollout_correction.rollout_is",
             lambda level: level is not None, instead=False,
             corrected="none: with `top_k` vLLM's probabilities are over 50 tokens: the ratio is the product of the "
@@ -137,16 +128,17 @@ TRAINER = (
 )
 """Arguments of TRL's trainer, by its names."""
 MODEL = (
-    Setting("model_name_or_path", "Qwen/Qwen3-4B", "Q:3", "model.path",
+    Setting("model_name_or_path", "Qwen/Qwen3-4B", "Q:3", "actor_rollout_ref.model.path",
             why="of the five models, the one whose file is public"),
-    Setting("dtype", "bfloat16", "Q:5", "actor.fsdp_config.dtype"),
+    Setting("dtype", "bfloat16", "Q:5", "actor_rollout_ref.actor.fsdp_config.dtype"),
     Setting("attn_implementation", "flash_attention_2", "Q:7",
             why="verl's default too; rows are packed here, padded there"),
     Setting("dataset_mixer", {"trl-lib/DeepMath-103K": 1.0}, "Q:10", "data.train_files", _hub),
     Setting("the prompt's end", PUBLISHED_SUFFIX, "grpo.py, E:108", "data.train_files",
             lambda files: PUBLISHED_SUFFIX if _stem(files).endswith("_published") else None,
             corrected=r"`\boxed{}`: there a plain string, in which `\b` is U+0008, so that the model reads `oxed{}`"),
-    Setting("save_steps", 50, "Q:28", "trainer.save_freq actor.ppo_epochs", lambda batches, epochs: batches * epochs,
+    Setting("save_steps", 50, "Q:28", "trainer.save_freq actor_rollout_ref.actor.ppo_epochs",
+            lambda batches, epochs: batches * epochs,
             why="every 40 updates; the last checkpoint is of update 200 in both", value=40),
     Setting("save_total_limit", 2, "Q:30", "trainer.max_actor_ckpt_to_keep"),
 )
@@ -163,11 +155,11 @@ WEIGHTS = (
 )
 """GRAIL's own."""
 EVALUATION = (
-    Setting("samples", 3, "E:123", "rollout.val_kwargs.n"),
-    Setting("sampling", True, "run_eval.sh", "rollout.val_kwargs.do_sample"),
-    Setting("temperature", 0.6, "run_eval.sh", "rollout.val_kwargs.temperature"),
-    Setting("top_p", 0.95, "run_eval.sh", "rollout.val_kwargs.top_p"),
-    Setting("top_k", 20, "run_eval.sh", "rollout.val_kwargs.top_k"),
+    Setting("samples", 3, "E:123", "actor_rollout_ref.rollout.val_kwargs.n"),
+    Setting("sampling", True, "run_eval.sh", "actor_rollout_ref.rollout.val_kwargs.do_sample"),
+    Setting("temperature", 0.6, "run_eval.sh", "actor_rollout_ref.rollout.val_kwargs.temperature"),
+    Setting("top_p", 0.95, "run_eval.sh", "actor_rollout_ref.rollout.val_kwargs.top_p"),
+    Setting("top_k", 20, "run_eval.sh", "actor_rollout_ref.rollout.val_kwargs.top_k"),
 )
 """Of the validation, and of ``scripts/evaluate.sh`` by default."""
 GROUPS = {"training": TRAINER, "model, data": MODEL, "token weights": WEIGHTS, "evaluation": EVALUATION}
@@ -197,20 +189,16 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
     method = config.algorithm.adv_estimator
     section = "oar" if method in ("oar_g", "oar_p") else method
     for setting in itertools.chain(*GROUPS.values()):
-        values = [
-            OmegaConf.select(config, option.replace("METHOD", section))
-            for option in setting.options
-        ]
+        options = setting.says.replace("METHOD", section).split()
+        values = [OmegaConf.select(config, option) for option in options]
         ours = setting.ours(*values) if values else None
         rows.append((setting, ours, _verdict(setting, ours, config)))
     return rows
 
 
 def _verdict(setting: Setting, ours: Any, config: DictConfig) -> str:
-    same = setting.theirs == ours
-    if isinstance(setting.theirs, float) and isinstance(ours, int | float):
-        same = math.isclose(setting.theirs, ours, rel_tol=1e-12)
-    if same:
+    is_number = isinstance(setting.theirs, float) and isinstance(ours, int | float)
+    if setting.theirs == ours or (is_number and math.isclose(setting.theirs, ours, rel_tol=1e-12)):
         return "="
     if setting.why and setting.value in (None, ours):
         return "~"
@@ -221,7 +209,7 @@ def _verdict(setting: Setting, ours: Any, config: DictConfig) -> str:
 
 def shown(value: Any) -> str:
     """Returns a value on one line."""
-    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
+    return str(value) if str(value).isprintable() else repr(value)
 
 
 def main() -> None:
@@ -232,27 +220,22 @@ def main() -> None:
     try:
         settings = compared(OmegaConf.create(sys.stdin.read()))
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
-        command = "DRY_RUN=1 bash examples/run_qwen3_grail.sh"
-        sys.exit(
-            visible(
-                f"stdin must be a resolved configuration, as of {command}: {error}", breaks=False
-            )
-        )
+        source = "DRY_RUN=1 bash examples/run_qwen3_grail.sh"
+        message = f"stdin must be a resolved configuration, as of {source}: {error}"
+        sys.exit(visible(message, breaks=False))
     rows = []
-    wrong = []
+    differing = []
     for setting, ours, verdict in settings:
-        why = {
-            "differs": "no reason is known",
-            "corrected": setting.corrected,
-            "~": setting.why,
-        }.get(verdict, "")
+        reasons = {"differs": "no reason is known", "corrected": setting.corrected, "=": ""}
+        theirs = shown(setting.theirs)
         value = "" if ours is None else shown(ours)
-        rows.append([setting.name, shown(setting.theirs), setting.place, verdict, value, why])
+        why = reasons.get(verdict, setting.why)
+        rows.append([setting.name, theirs, setting.place, verdict, value, why])
         if verdict == "differs":
-            wrong.append(f"{setting.name}: {shown(setting.theirs)} there, {shown(ours)} here")
+            differing.append(f"{setting.name}: {theirs} there, {shown(ours)} here")
     print("\n".join(table(["setting", "theirs", "place", "", "ours, in their terms", "why"], rows)))
-    if wrong:
-        sys.exit("\n".join(wrong))
+    if differing:
+        sys.exit("\n".join(differing))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ verl would start with them and train something else than the settings say, or fa
 names the cause. Runs without ``recipe.verl_start`` are left to verl.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from importlib.metadata import version

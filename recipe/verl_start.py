@@ -1,7 +1,5 @@
 """Named in ``VERL_USE_EXTERNAL_MODULES``, this module adds fault tolerance (:mod:`recipe.run_life`) to verl's start."""
 
-from __future__ import annotations
-
 from grail_advantage.verl_ext import patches
 
 if "recipe.run_life" not in patches.STARTS:

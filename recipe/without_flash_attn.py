@@ -6,8 +6,6 @@ loads the model, and :data:`ATTENTION` as the model's attention. Shape suffixes:
 width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -417,9 +417,8 @@ def contract() -> list[str]:
     for name in ("select", "prepare", "run", "scores", "weights"):
         member = getattr(Method, name)
         sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
-        lines.append(
-            f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...  # {_names(sentence)}"
-        )
+        lines.append(f"    # {_names(sentence)}")
+        lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...")
     return [*lines, "```"]
 
 
@@ -433,7 +432,7 @@ def published() -> list[str]:
             if setting.value is None and not corrected:
                 continue
             ours = ", ".join(
-                f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.options
+                f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.says.split()
             )
             if ours and setting.value is not None:
                 ours = f"{ours}: {shown(setting.value)}"

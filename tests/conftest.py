@@ -71,9 +71,8 @@ def _loggers_speak(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(
-        session.config, "workerinput"
-    ):  # the process that starts the others looks after the clone
+    # The process that starts the others looks after the clone
+    if not hasattr(session.config, "workerinput"):
         session.config.stash[BEFORE] = files()
 
 

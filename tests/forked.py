@@ -45,9 +45,8 @@ def _become(
             os.dup2(stream.fileno(), number)
     os.chdir(folder)
     os.environ.update(environment)  # those that the imports have set stay
-    for name in filter(
-        None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
-    ):  # verl is imported already
+    # Verl is imported already
+    for name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
         importlib.import_module(name)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -56,9 +55,8 @@ def _become(
 def fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """Start a function of a module that the fork server can import."""
     process = FORKS.Process(target=target, args=arguments, daemon=True)
-    with patch.dict(
-        os.environ, {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    ):  # the fork server starts with the first
+    # The fork server starts with the first
+    with patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}):
         process.start()
     return process
 

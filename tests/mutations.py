@@ -557,7 +557,7 @@ FAULTS = [
     Fault(
         "a list of golds without blanks",
         "grail_advantage/reward/_truth.py::_text",
-        '", ".join(map(A, B)) => ",".join(map(A, B))',
+        '", ".join(A) => ",".join(A)',
         "recipe/test_reward.py::test_the_table_of_verdicts",
     ),
     Fault(
@@ -732,9 +732,8 @@ def run(faults: list[Fault]) -> None:
                 f"{fault.name} ({fault.file}), by {fault.test}",
                 flush=True,
             )
-        if status_of(
-            folder, *(fault.test for fault in faults)
-        ):  # a test that always fails would see nothing
+        # A test that always fails would see nothing
+        if status_of(folder, *(fault.test for fault in faults)):
             print(f"without a fault these must pass: {' '.join(fault.test for fault in faults)}")
             wrong += 1
     sys.exit(wrong)

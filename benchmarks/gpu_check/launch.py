@@ -51,9 +51,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         f"exit status {machine.returncode}",
     )
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # of the time limit, so that the script ends, too
+    # Of the time limit, so that the script ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rehearse(outcome, device, outcome.path.parent / "launch")
 
 
@@ -135,7 +134,6 @@ def steps(metrics: Path) -> dict[int, dict]:
     if not metrics.is_file():
         return {}
     lines = metrics.read_text().splitlines(keepends=True)
-    entries = [
-        json.loads(line) for line in lines if line.endswith("\n")
-    ]  # the last one may be half written
+    # The last one may be half written
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
     return {entry["step"]: entry["data"] for entry in entries}

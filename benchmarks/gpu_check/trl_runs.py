@@ -63,9 +63,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     settings = WarmUpSettings(SLIPS, 32 if full else 4, 1e-4, 96 if full else 2, 8, 0, 0.35)
     warm_up(model.to(device), tokenizer, warm, held_out, settings, max_new_tokens=LONGEST)
     boxed, right = judge(model, tokenizer, held_out, max_new_tokens=LONGEST).values()
-    holds = (
-        boxed > 0.5 and 0.2 <= right <= 0.8 if full else None
-    )  # most prompts have both kinds among their eight
+    # Most prompts have both kinds among their eight
+    holds = boxed > 0.5 and 0.2 <= right <= 0.8 if full else None
     outcome.check(
         "SFT teaches boxes, and some are right", holds, f"{boxed:.0%} boxed, {right:.0%} right"
     )

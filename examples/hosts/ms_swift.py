@@ -185,9 +185,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             mask_BW = mask_BW & ~torch.cat([batch.truncated_mask for batch in batches])[:, None]
         updates = args.steps_per_generation // args.gradient_accumulation_steps
         totals_U2 = None
-        if (
-            loss.over == "batch"
-        ):  # TRL divides by the tokens of an update, ms-swift by those of the generation batch
+        # TRL divides by the tokens of an update, ms-swift by those of the generation batch
+        if loss.over == "batch":
             loss = replace(loss, over="update")
             tokens = float(batches[0].num_items_in_batch) / self.accelerator.num_processes
             totals_U2 = torch.tensor([[tokens, len(mask_BW) / updates]]).expand(

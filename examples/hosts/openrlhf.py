@@ -155,9 +155,8 @@ class TokenWeightPPOTrainer(ppo_trainer.PPOTrainer.__ray_metadata__.modified_cla
     """OpenRLHF's trainer with this experience maker, which also logs the metrics of each step's weights."""
 
     def __init__(self, *arguments, **named):
-        ppo_trainer.RemoteExperienceMaker = (
-            TokenWeightExperienceMaker  # of which its constructor makes one (line 176)
-        )
+        # Of which its constructor makes one (line 176)
+        ppo_trainer.RemoteExperienceMaker = TokenWeightExperienceMaker
         super().__init__(*arguments, **named)
 
     def train_step(self, rollout_samples, global_step):

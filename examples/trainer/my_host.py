@@ -15,9 +15,8 @@ class MyHost:
         )
         self.of_policy = columns
 
-    def columns(
-        self, names, selected
-    ):  # old_log_probs, entropy: (B, T) each, of the policy that wrote the responses
+    # old_log_probs, entropy: (B, T) each, of the policy that wrote the responses
+    def columns(self, names, selected):
         return {name: self.of_policy[name] for name in names}
 
     def scores(self, method, rows):  # one RowScores a row
@@ -66,15 +65,13 @@ class MyRemoteHost:
         return results
 
 
-def token_advantages(
-    host, rollouts, name, **options
-):  # (B, T): what your loss takes in place of one advantage a response
+# (B, T): what your loss takes in place of one advantage a response
+def token_advantages(host, rollouts, name, **options):
     return weigh(rollouts, build(name, options), host).advantages
 
 
-def rollouts_of(
-    tokenizer, input_ids, attention_mask, response_mask, advantages
-):  # padded: (B, L) each, and (B,)
+# Padded: (B, L) each, and (B,)
+def rollouts_of(tokenizer, input_ids, attention_mask, response_mask, advantages):
     return Rollouts.from_padded(
         input_ids, attention_mask, response_mask, advantages=advantages, tokenizer=tokenizer
     )

@@ -64,9 +64,8 @@ if TYPE_CHECKING:
 
 PER_FILE = 32
 RECORD = "analysis.json"  # which analysis a folder is of, and the methods that failed
-ROUNDED = (
-    2**-22
-)  # relative distance of rewards that are equal in float32 but for the rounding of a sum
+# Relative distance of rewards that are equal in float32 but for the rounding of a sum
+ROUNDED = 2**-22
 
 
 def run(options: argparse.Namespace) -> None:
@@ -230,18 +229,15 @@ def analyze(
             np.random.seed(number)
             torch.manual_seed(number)
             # Copies, so that a method that writes into its tensors changes nothing for the next.
-            copies = replace(
-                r.part(range(len(r))), tokenizer=tokenizer, facts={}
-            )  # without the labels
+            # Without the labels
+            copies = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})
             try:
                 # The dump shows the labels, which the method did not see.
                 weighed[name] = replace(
                     weigh(copies, method, PlainHost(loaded, copies, **settings)), rollouts=r
                 )
-            except (
-                Exception,
-                SystemExit,
-            ) as error:  # the results of the other methods are not lost
+            # The results of the other methods are not lost
+            except (Exception, SystemExit) as error:
                 record["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
                 write_whole(folder / RECORD, json.dumps(record))
                 complain("analyze", f"{name} failed, {record['failed'][name]}")

@@ -29,17 +29,15 @@ class Response:
     id: str
     prompt: str | Sequence[Mapping[str, Any]]
     response: str | Sequence[int]
-    steps: Ranges | None = (
-        None  # half-open ranges of characters; None: the response's lines are its steps
-    )
+    # Half-open ranges of characters; None: the response's lines are its steps
+    steps: Ranges | None = None
     labelled: bool = False  # says where the first error is; None then says that there is none
     error: int | tuple[int, int] | None = None
     ground_truth: Any = None
     reward: float | None = None
     group: str | None = None  # the same for responses to one prompt
-    template: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # options of the chat template; tools among them
+    # Options of the chat template; tools among them
+    template: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else
     decoded: bool = False  # the prompt is a text that lost its control tokens
 

@@ -86,10 +86,8 @@ def check_options(temperature: float, tokens: int, device: str) -> None:
     try:
         # torch alone knows which devices it can use here.
         values = torch.zeros(1, device=device)
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # torch's, of a name or of a device that is not there
+    # Torch's, of a name or of a device that is not there
+    except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu"
         ) from error

@@ -26,9 +26,8 @@ from grail_advantage.answers.expressions import CONTENT, compile_expression, fin
 Box: TypeAlias = tuple[int, int, int, int]
 """``(start, content_start, content_end, end)``, byte offsets: the answer is ``text[start:end]``."""
 
-_BOX_TOKENS = re.compile(
-    rb"\\\\(?!boxed\{)|\\[{}]|(\\boxed\{|[{}])"
-)  # a row break, a brace as a sign, a group's end
+# A row break, a brace as a sign, a group's end
+_BOX_TOKENS = re.compile(rb"\\\\(?!boxed\{)|\\[{}]|(\\boxed\{|[{}])")
 _TAGS = ((b"<answer>", b"</answer>"), (b"<|begin_of_box|>", b"<|end_of_box|>"))
 _MARKERS = frozenset(tag.decode() for tags in _TAGS for tag in tags)
 _HASHES = re.compile(rb"#### (-?[0-9.,]+)")  # verl/utils/reward_score/gsm8k.py, method strict

@@ -19,9 +19,8 @@ class TokenTexts:
     """Texts of the tokens of a tokenizer, as for :func:`grail_advantage.find_answer_span`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.decode = (
-            tokenizer.decode
-        )  # the text of tokens as the tokenizer gives it, special ones included
+        # The text of tokens as the tokenizer gives it, special ones included
+        self.decode = tokenizer.decode
         self._bytes = token_bytes(tokenizer)
         added = tokenizer.added_tokens_decoder
         # Names of the tokens that have no text, by id.

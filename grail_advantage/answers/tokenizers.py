@@ -42,9 +42,8 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
         ValueError: there is no tokenizer, or text does not survive it; the message has the fix.
     """
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    if not tokenizer.encode(
-        PROBE, add_special_tokens=False
-    ):  # as transformers makes one of a configuration alone
+    # As transformers makes one of a configuration alone
+    if not tokenizer.encode(PROBE, add_special_tokens=False):
         raise ValueError(
             f"{path} has no tokenizer (tokenizer.json); put the files of the model's own into its folder"
         )

@@ -16,9 +16,8 @@ class Cause(NamedTuple):
     """What a host calls a cause of a bias."""
 
     options: tuple[str, ...]  # for pages
-    find: Callable[
-        [Any], str
-    ]  # the option that is the cause in settings; an empty text where none is
+    # The option that is the cause in settings; an empty text where none is
+    find: Callable[[Any], str]
 
 
 def biases_of_turns(

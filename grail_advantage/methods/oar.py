@@ -162,9 +162,8 @@ class Oar(Mapped):
         )
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        return replace(
-            row, tokens=row.tokens[: self.probe_of(row)[1] + 1]
-        )  # answer_joint asks for the token after it
+        # answer_joint asks for the token after it
+        return replace(row, tokens=row.tokens[: self.probe_of(row)[1] + 1])
 
     def row_cost(self, row: Row) -> int:
         length = row.start + (row.length if self.probe == "last" else row.answer.end)
@@ -199,9 +198,8 @@ class Oar(Mapped):
                 # The reasoning tokens' own positions, or the predictor positions of all response tokens.
                 first = row.start - 1 if self._port else row.start
                 length = row.length if self._port else row.answer.start
-                count = max(
-                    0, min(length, stop - first)
-                )  # a row may be cut where nothing matters any more
+                # A row may be cut where nothing matters any more
+                count = max(0, min(length, stop - first))
                 identity = row.tokens[: row.start + row.answer.end].tolist()
                 generator = torch.Generator(noisy.device).manual_seed(
                     noise_seed(self.noise_seed, step, identity)
@@ -214,9 +212,8 @@ class Oar(Mapped):
                 # Only the host knows where the row is: several may be packed into one.
                 place, start = micro.at(index, first)
                 piece = noisy[place, start : start + count]
-                piece.copy_(
-                    piece + self.noise_std * noise[:count]
-                )  # in float32 where the model is narrower
+                # In float32 where the model is narrower
+                piece.copy_(piece + self.noise_std * noise[:count])
             return noisy
 
         with torch.no_grad():
@@ -256,9 +253,8 @@ class Oar(Mapped):
         start, length = self.probe_of(row)
         replaced = self.replaced(row)
         assert model.pad_token is not None  # check_tokenizer() has seen to it
-        tokens = row.tokens.roll(-1)[
-            start:length
-        ]  # after the row's last one, which only "last" reads, is none
+        # After the row's last one, which only "last" reads, is none
+        tokens = row.tokens.roll(-1)[start:length]
         positions = torch.arange(start, length, device=row.tokens.device)
         logits, cache = forward(row.tokens[None, :length], positions, None)
         clean = read_probe(logits[0], tokens, [len(positions)], self.probe)
@@ -331,10 +327,8 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
 def _can_be_shared(cache: Cache | None, length: int) -> bool:
     """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, a cache
     of a model's own may hold a state beside its layers, and that of prefix tuning begins with virtual tokens."""
-    from transformers.cache_utils import (
-        DynamicCache,
-        DynamicLayer,
-    )  # not above: it would import its model code
+    # Not above: it would import its model code
+    from transformers.cache_utils import DynamicCache, DynamicLayer
 
     if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
         return False

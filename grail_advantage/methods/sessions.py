@@ -34,16 +34,13 @@ class Session:
     group: Hashable  # the same for sessions of one prompt
     outcome: float
     rewards: np.ndarray  # float64 (K,); by turn, without the outcome
-    before: Sequence[
-        Hashable
-    ] = ()  # what was said before each turn, as token ids; of a method that reads "messages"
+    # What was said before each turn, as token ids; of a method that reads "messages"
+    before: Sequence[Hashable] = ()
     turns: Sequence[Turn] = ()  # none in turn_advantages()
-    log_probs: Sequence[
-        np.ndarray
-    ] = ()  # float32, of each turn's tokens; of a method that reads "old_log_probs"
-    fields: Mapping[str, Sequence[Any]] = field(
-        default_factory=dict
-    )  # those read: one value for each response
+    # float32, of each turn's tokens; of a method that reads "old_log_probs"
+    log_probs: Sequence[np.ndarray] = ()
+    # Those read: one value for each response
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def returns(self, gamma: float, *, outcome: bool) -> np.ndarray:
         """float64 (K,): each turn's reward and the discounted ones after it; with the outcome, if it counts, in the

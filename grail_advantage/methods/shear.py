@@ -25,9 +25,8 @@ CHUNK_ELEMENTS = {
     "cuda": 1 << 26,
 }  # costs worked on at once, times some eight temporaries; of a CPU's cache
 
-WINDOWS_AT_ONCE = (
-    32  # of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
-)
+# Of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
+WINDOWS_AT_ONCE = 32
 MANY_PAIRS = 200_000  # two minutes of a processor core
 
 logger = logging.getLogger(__name__)
@@ -121,9 +120,8 @@ def sinkhorn_distance(
     b = in_columns / in_columns.sum(dim=1, keepdim=True).to(cost.dtype)
     cost = torch.where(in_rows[:, :, None] & in_columns[:, None, :], cost, 0.0)
     unit = epsilon * torch.einsum("pnm,pn,pm->p", cost, a, b)
-    k = (
-        -cost / torch.where(unit == 0, 1.0, unit)[:, None, None]
-    )  # without any cost one plan is as good as another
+    # Without any cost one plan is as good as another
+    k = -cost / torch.where(unit == 0, 1.0, unit)[:, None, None]
     log_a = a.log()
     log_b = b.log()
     v = torch.zeros_like(b)
@@ -197,9 +195,8 @@ def shear_scores(
     for i, j in opposites:
         opposite = hidden[j].to(dtype)
         blocks = []
-        for windows in bounds[i].split(
-            WINDOWS_AT_ONCE
-        ):  # so that the costs of two long responses fit into memory
+        # So that the costs of two long responses fit into memory
+        for windows in bounds[i].split(WINDOWS_AT_ONCE):
             first = int(windows[0, 0])
             last = int(windows[:, 1].max())
             states = hidden[i][first:last].to(dtype)

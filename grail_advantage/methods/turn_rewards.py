@@ -11,9 +11,8 @@ import numpy as np
 
 from grail_advantage.data import within_range
 
-Rewards = Sequence[
-    float | Sequence[float | None] | None
-]  # by turn; a list for several calls of a turn
+# By turn; a list for several calls of a turn
+Rewards = Sequence[float | Sequence[float | None] | None]
 
 
 class UncertainError(ValueError):

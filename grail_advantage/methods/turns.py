@@ -66,14 +66,12 @@ class TurnRloo(TurnMethod):
         counts = np.array([np.arange(longest) < len(g_K) for g_K in returns]).sum(axis=0) - 1
         sums = g.sum(axis=0) - g
         mean = sums / siblings
-        if (
-            self.stopped == "left_out"
-        ):  # where no sibling has the turn, the mean of their first ones
+        # Where no sibling has the turn, the mean of their first ones
+        if self.stopped == "left_out":
             mean = np.where(counts > 0, sums / counts.clip(min=1), mean[:, :1])
         a = g - mean
-        a[abs(a) <= 1e-13 * abs(g).max()] = (
-            0.0  # rounding: siblings with the same returns have 0, and are left out
-        )
+        # Rounding: siblings with the same returns have 0, and are left out
+        a[abs(a) <= 1e-13 * abs(g).max()] = 0.0
         return [a[index, : len(g_K)] for index, g_K in enumerate(returns)]
 
 

@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_LENGTH = (
-    0.75  # of a longer row, with which one joins it: a quarter of a forward may be padding
-)
+# Of a longer row, with which one joins it: a quarter of a forward may be padding
+LEAST_LENGTH = 0.75
 CHECKED_TOKENS = 18  # of the row by which a model's logits are checked
 # Of each model: its lowered budget of tokens where memory ran out; what the probe found, and with how many tokens of the
 # longest row; whether its logits are read where they are.
@@ -123,9 +122,8 @@ class HuggingFaceModel:
         self.pad_token = getattr(tokenizer, "pad_token_id", None)
         self.rounds = RankRounds(group, self.device)
         self.tokens = min(tokens, _fitting_tokens.get(model, tokens))
-        self._state: object = (
-            None  # of the model in this pass; each look at it walks through all its modules
-        )
+        # Of the model in this pass; each look at it walks through all its modules
+        self._state: object = None
         self._together = 1
 
     def micro_batches(
@@ -271,9 +269,8 @@ class PaddedRows:
         self._host = model
         self._model = model.model
         self._tokens_BS = pad_sequence([row.tokens for row in rows], batch_first=True)
-        self._lengths = [
-            len(row.tokens) for row in rows
-        ]  # positions that the latest forward was for
+        # Positions that the latest forward was for
+        self._lengths = [len(row.tokens) for row in rows]
 
     def leaf(self, name: str) -> nn.Module:
         return hooks.leaf_module(self._model, name)
@@ -302,9 +299,8 @@ class PaddedRows:
     def at(self, row: int, position: int) -> tuple[int, int]:
         return row, position
 
-    def per_row(
-        self, values_BS: torch.Tensor
-    ) -> list[torch.Tensor]:  # also with further dimensions after S
+    # Also with further dimensions after S
+    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
         return [of_row[:length] for of_row, length in zip(values_BS, self._lengths, strict=True)]
 
     def columns(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:

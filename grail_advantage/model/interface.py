@@ -124,13 +124,11 @@ def sequence_forward(
 ) -> Iterator[Forward]:
     """:meth:`Model.sequences` of a Hugging Face model in evaluation mode. Sharded parameters are gathered in every forward,
     ``around`` each of them, so a rank that is through runs forwards of one token until all are."""
-    from grail_advantage.model.patches import (
-        release_waiting_hooks,
-    )  # not above: naming the methods would import it
+    # Not above: naming the methods would import it
+    from grail_advantage.model.patches import release_waiting_hooks
 
-    goes_on = not any(
-        getattr(module, "_is_stateful", False) for module in model.modules()
-    )  # from keys and values
+    # From keys and values
+    goes_on = not any(getattr(module, "_is_stateful", False) for module in model.modules())
 
     def forward(
         tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None, *, waits: bool = False

@@ -41,10 +41,8 @@ def checkpointing_in_evaluation(blocks: Sequence[GradientCheckpointingLayer]) ->
             vars(block).update(attributes)
 
 
-_CHECKPOINTING = (
-    "gradient_checkpointing",
-    "_gradient_checkpointing_func",
-)  # of a GradientCheckpointingLayer
+# Of a GradientCheckpointingLayer
+_CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 def _checkpointed(block: nn.Module, function: Callable, *args: Any) -> Any:

@@ -117,9 +117,8 @@ def reads_its_logits(
         plain_S = plain()
         again_S = plain()
         read_S = read()
-    return (
-        not difference(read_S, plain_S) > limit or difference(again_S, plain_S) > limit
-    )  # NaN is NaN
+    # NaN is NaN
+    return not difference(read_S, plain_S) > limit or difference(again_S, plain_S) > limit
 
 
 @contextmanager

@@ -67,20 +67,16 @@ class Finding:
     # At most three: response, token from 0, intended, received
     examples: tuple[tuple[str, int, float, float], ...] = ()
     causes: str = ""  # the usual ones
-    mismatch: bool = (
-        True  # False for a note: a property that the loss declares, an unknown loss, rounding
-    )
+    # False for a note: a property that the loss declares, an unknown loss, rounding
+    mismatch: bool = True
     tokens: int = 0
-    low: float | None = (
-        None  # the smallest received / intended; None where nothing was intended, and of structure
-    )
+    # The smallest received / intended; None where nothing was intended, and of structure
+    low: float | None = None
     high: float | None = None
-    explains: float | None = (
-        None  # share of the tokens that differ from what was intended; None of structure
-    )
-    also: str = (
-        ""  # other explanations that were tried, each with the share that it explains by itself
-    )
+    # Share of the tokens that differ from what was intended; None of structure
+    explains: float | None = None
+    # Other explanations that were tried, each with the share that it explains by itself
+    also: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -110,18 +106,15 @@ class Finding:
 class Receipt:
     """What arrived. Tensors are float32, with NaN for responses that an update does not hold."""
 
-    received_BT: (
-        Tensor  # effective advantage e = -g D, the mean over the updates that the response was in
-    )
-    clipped_BT: (
-        Tensor  # share of these updates in which the token was clipped; NaN for an unknown loss
-    )
+    # Effective advantage e = -g D, the mean over the updates that the response was in
+    received_BT: Tensor
+    # Share of these updates in which the token was clipped; NaN for an unknown loss
+    clipped_BT: Tensor
     received_UBT: Tensor  # e by update
     expected_UBT: Tensor  # what the loss says; NaN for an unknown loss
     clipped_UBT: Tensor  # 1 where the update clipped the token; NaN for an unknown loss
-    findings: tuple[
-        Finding, ...
-    ]  # mismatches first; of these structure first, then those that cover most tokens
+    # Mismatches first; of these structure first, then those that cover most tokens
+    findings: tuple[Finding, ...]
     seen_from: float = 1.0  # smallest factor above 1 that is found in an advantage of middle size, by the precision
     tokens: int = 0  # that may train, each once
     trained: int = 0  # of these, which received a gradient

@@ -166,25 +166,20 @@ class Batch:
 
     advantages_BT: Tensor  # token advantages, after weighting
     mask_BT: Tensor  # True where a token counts in the loss
-    old_log_probs_BT: Tensor | None = (
-        None  # as the loss gets them; None: its own ones, detached (ratio 1)
-    )
-    weights_BT: Tensor | None = (
-        None  # importance weights that multiply each token's loss beside the ratio
-    )
+    # As the loss gets them; None: its own ones, detached (ratio 1)
+    old_log_probs_BT: Tensor | None = None
+    # Importance weights that multiply each token's loss beside the ratio
+    weights_BT: Tensor | None = None
     ref_log_probs_BT: Tensor | None = None  # the reference policy's, where the loss has a KL term
-    left_out_B: Tensor | None = (
-        None  # True for a response that is left out of the updates on purpose
-    )
+    # True for a response that is left out of the updates on purpose
+    left_out_B: Tensor | None = None
     updates: int = 1  # optimiser steps of an epoch
     epochs: int = 1  # how often each response is used
     ranks: int = 1  # whose gradients are averaged: each one's g is divided by it
-    on_policy: bool = (
-        True  # the first update trains the policy of the old log-probabilities: its ratio is 1
-    )
-    keys: list[str] | None = (
-        None  # names of the responses in findings; their numbers from 0 without
-    )
+    # The first update trains the policy of the old log-probabilities: its ratio is 1
+    on_policy: bool = True
+    # Names of the responses in findings; their numbers from 0 without
+    keys: list[str] | None = None
     totals_U2: Tensor | None = None
 
 

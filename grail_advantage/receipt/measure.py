@@ -21,19 +21,16 @@ from torch.utils.hooks import RemovableHandle
 class Piece:
     """A micro-batch of an optimiser step, on one rank."""
 
-    rows_b: (
-        Tensor  # (b,) int64: which responses of the rollout batch it holds, by their places there
-    )
+    # (b,) int64: which responses of the rollout batch it holds, by their places there
+    rows_b: Tensor
     # As they went into the loss, detached; T as in Batch, or less, without positions at the end
     log_probs_bT: Tensor
-    gradient_bT: (
-        Tensor  # dL / d log pi(token), as the backward gave it (before any mean over ranks)
-    )
+    # DL / d log pi(token), as the backward gave it (before any mean over ranks)
+    gradient_bT: Tensor
     update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
-    outside_b: Tensor | None = (
-        None  # (b,) largest |g| at positions that T does not hold (prompt, padding)
-    )
+    # (b,) largest |g| at positions that T does not hold (prompt, padding)
+    outside_b: Tensor | None = None
     width: int | None = None  # tokens that the padded micro-batch was wide in the loss; None: T
 
     def padded(self, width: int) -> Piece:

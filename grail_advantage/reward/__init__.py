@@ -8,8 +8,6 @@ the answer is untrusted text. What cannot be read as a whole has no verdict: 0, 
 several ground-truth answers the box must hold all, in any order, as in ``\boxed{2, 3}``; docs/evaluation.md.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import logging
@@ -45,9 +43,8 @@ _verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by
 
 logger = logging.getLogger(__name__)
 
-MAX_PRED_CHARS = (
-    128  # longer predictions are cut in the returned dictionary, which verl keeps for each response
-)
+# Longer predictions are cut in the returned dictionary, which verl keeps for each response.
+MAX_PRED_CHARS = 128
 _PERCENT = re.compile(r" ?\\?%")
 _HUNDREDTHS = re.compile(rf"{_exact.PLAIN.pattern}(?={_PERCENT.pattern})")
 _E_NOTATION = re.compile(
@@ -107,9 +104,10 @@ def compute_score(
             error,
             exc_info=None if is_expected else error,
         )
+    score = float(bool(equal))
     return {
-        "score": float(equal or False),
-        "acc": float(equal or False),
+        "score": score,
+        "acc": score,
         "answer_found": float(answer is not None),
         "verify_failed": float(answer is not None and equal is None),
         "pred": _printable(answer or ""),
@@ -124,9 +122,8 @@ def _log(kind: str, message: str, *arguments: Any, **options: Any) -> None:
     _reported.add(kind)
 
 
-@lru_cache(
-    maxsize=8192
-)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
+# Rollouts of one prompt repeat each other's answers; exceptions are not kept.
+@lru_cache(maxsize=8192)
 def is_equal(gold: str, answer: str) -> bool:
     """Returns whether ``answer`` (a box's content) states ``gold``. ValueError: one of them is too long to parse, or
     has words or parts that nothing here can compare; grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave
@@ -146,30 +143,27 @@ def is_equal(gold: str, answer: str) -> bool:
 
 def _states(gold: str, answer: str) -> bool:
     """The same for texts in normal form, whatever their units."""
-    for comparison in _exact.COMPARISONS.values():
-        states = comparison(gold, answer)
-        if isinstance(states, bool):
-            return states
+    for comparison in _exact.COMPARISONS:
+        verdict = comparison(gold, answer)
+        if isinstance(verdict, bool):
+            return verdict
         # Two other texts take their place, such as tuples for ratios; None leaves them.
-        gold, answer = states or (gold, answer)
+        gold, answer = verdict or (gold, answer)
     if any(map(_UNREADABLE.search, (gold, answer))):
         raise ValueError("the words cannot be compared")
     # Beside a ground truth with a name, the answer's name counts.
     if "=" not in gold:
         answer = _NAME.sub("", answer)
-    return any(_same_value(*reading) for reading in _readings(gold, answer))
+    readings = dict.fromkeys(zip(_readings(gold), _readings(answer), strict=True))
+    return any(_same_value(*reading) for reading in readings)
 
 
-def _readings(gold: str, answer: str) -> list[tuple[str, ...]]:
-    """Returns both as values: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and
+def _readings(text: str) -> tuple[str, str, str]:
+    """Returns the values of a text: ``50%`` is 50, and 0.5 beside one without the sign; ``2e-1`` is Euler's number, and
     0.2."""
-    texts = (gold, answer)
-    values = tuple(_PERCENT.sub("", text) for text in texts)
-    hundredths = tuple(
-        _PERCENT.sub("", _HUNDREDTHS.sub(r"\\frac{\g<0>}{100}", text)) for text in texts
-    )
-    scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in values)
-    return [*dict.fromkeys((values, hundredths, scientific))]
+    value = _PERCENT.sub("", text)
+    hundredths = _PERCENT.sub("", _HUNDREDTHS.sub(r"\\frac{\g<0>}{100}", text))
+    return value, hundredths, _E_NOTATION.sub(r"\1 \\times 10^{\2}", value)
 
 
 def _same_value(gold: str, answer: str) -> bool:

@@ -6,8 +6,6 @@ quotient, ``2\text{ hours }15\text{ minutes}`` as a product, ``x=5, y=-1`` as th
 set of 1 and 3. The last two rows put tuples in their place, which it compares part by part.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter
@@ -21,7 +19,7 @@ import regex
 from grail_advantage.reward._normal import TO, WORDS
 from grail_advantage.reward._words import fold, singular, words_of
 
-Found: TypeAlias = "bool | tuple[str, str] | None"
+Verdict: TypeAlias = bool | tuple[str, ...] | None
 
 _WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
 _NUMERAL = re.compile(r"(?:[A-Za-z]=)?([0-9A-F]+)_?(?:_|base)([1-9][0-9]?|[a-z]+)")
@@ -37,15 +35,13 @@ _JOINED_NUMBERS = re.compile(
 # In joined numbers, which have no question mark: no difference, quotient or product is written so.
 _NO_NUMBER = re.compile(r"^[^?]*(?:[0-9]/[0-9]+/|\.[0-9]+\.|(?<![0-9.:])0[0-9])")
 _LABEL = re.compile(rf"^[^/?]*-[^/?]*$|{_NO_NUMBER.pattern}")
+_VALUE = r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+"
 
 UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"[+-]? ?{UNSIGNED}")
 _FRACTION = rf"\\frac ?\{{ ?-? ?{UNSIGNED} ?\}} ?\{{ ?{UNSIGNED} ?\}}"
-PLAIN = re.compile(
-    rf"[+-]? ?(?:{UNSIGNED}|{_FRACTION}|{UNSIGNED} ?/ ?{UNSIGNED})"
-)  # a number or a fraction of two
-
-
+# A number or a fraction of two.
+PLAIN = re.compile(rf"[+-]? ?(?:{UNSIGNED}|{_FRACTION}|{UNSIGNED} ?/ ?{UNSIGNED})")
 # Between entries; nothing inside brackets separates.
 _SEPARATOR = regex.compile(
     r"(?P<brackets>\\?[({\[](?:\\[^{}]|[^\\(){}\[\]]|(?&brackets))*+\\?[)}\]])(*SKIP)(*FAIL)"
@@ -75,20 +71,16 @@ class Part(NamedTuple):
     value: str
 
 
-def choices(gold: str, answer: str) -> Found:
+def choices(gold: str, answer: str) -> Verdict:
     """The letter of a choice decides, unless both have text after it. Beside another text, also that of the same choice, a
     choice is the text after its letter."""
     gold_letter, gold_rest = _choice(gold)
     answer_letter, answer_rest = _choice(answer)
-    if (
-        gold == f"({gold_letter})"
-    ):  # in brackets it is no variable, so that its case does not matter
+    # In brackets it is no variable, so that its case does not matter.
+    if gold == f"({gold_letter})":
         answer_letter = answer_letter or answer.strip("()").upper()
-    if (
-        gold_letter
-        and answer_letter
-        and (gold_letter != answer_letter or not gold_rest or not answer_rest)
-    ):
+    has_letters = gold_letter and answer_letter
+    if has_letters and not (gold_letter == answer_letter and gold_rest and answer_rest):
         return gold_letter == answer_letter
     return gold_rest or gold, answer_rest or answer
 
@@ -104,34 +96,31 @@ def _choice(text: str) -> tuple[str, str]:
     return match[1] or match[2] or match[4], (match[3] or "").strip()
 
 
-def same_text(gold: str, answer: str) -> Found:
+def same_text(gold: str, answer: str) -> Verdict:
     """The same text is right, whether or not anything can read it; blanks count between digits alone."""
     return _IDLE_BLANK.sub("", gold) == _IDLE_BLANK.sub("", answer) or None
 
 
-def same_label(gold: str, answer: str) -> Found:
+def same_label(gold: str, answer: str) -> Verdict:
     """Dates, ranges, scores, numbers of telephones and versions are texts, and no values: ``5-3`` is not ``3-1``.
     Beside them a number is wrong: ``2`` for ``5-3``. The other way round ``5-3`` may be a difference that nobody
     computed, but ``2024-01-05`` and ``1.2.3`` are none."""
     golds = _labels(gold)
     answers = _labels(answer)
-    are_labels = [all(map(_LABEL.search, labels)) for labels in (golds, answers)]
-    if (
-        are_labels[0]
-        and re.fullmatch(r"(?:[A-Za-z] ?= ?)?[-+]? ?(?:\\frac|[0-9./{}% \\]|[,;] ?[-+]?)+", answer)
-        and not any(map(_LABEL.search, answers))
-    ):
+    is_label = all(map(_LABEL.search, golds))
+    if is_label and re.fullmatch(_VALUE, answer) and not any(map(_LABEL.search, answers)):
         return False
-    if not all(are_labels) and not any(map(_NO_NUMBER.search, golds + answers)):
+    labels = golds + answers
+    if not all(map(_LABEL.search, labels)) and not any(map(_NO_NUMBER.search, labels)):
         return None
-    first, second = (
-        # 2024-01-05 and 2024-1-5 are one date.
-        [re.sub(r"(?<![0-9.:])0(?=[0-9](?![0-9]))", "", label) for label in labels]
-        for labels in (golds, answers)
-    )
     # In brackets the order counts.
     arranged = list if gold.startswith("(") and answer.startswith("(") else sorted
-    return arranged(first) == arranged(second)
+    return arranged(map(_date, golds)) == arranged(map(_date, answers))
+
+
+def _date(label: str) -> str:
+    """Returns ``2024-1-5`` for ``2024-01-05``; other labels stay."""
+    return re.sub(r"(?<![0-9.:])0(?=[0-9](?![0-9]))", "", label)
 
 
 def _labels(text: str) -> list[str]:
@@ -148,7 +137,7 @@ def _labels(text: str) -> list[str]:
     return labels
 
 
-def same_words(gold: str, answer: str) -> Found:
+def same_words(gold: str, answer: str) -> Verdict:
     """Letters alone are words, no products, if one side has two in a wrapper, three without one, or is ``no``. ValueError:
     one side has all words of the other, and more."""
     sides = (gold, answer)
@@ -166,17 +155,13 @@ def _words(text: str) -> set[str]:
     else."""
     # $^ matches nothing: without a wrapper such a character is in no list of words.
     separators = "[.'()-]" if "\\text{" in text else "$^"
-    entries = [
-        re.sub(separators, " ", entry).split()
-        for entry in _ENTRIES.split(
-            re.sub(r"\b(?:the|an?) (?=[a-z])", "", _WRAPPED.sub(r"\1", text))
-        )
-    ]
+    bare = re.sub(r"\b(?:the|an?) (?=[a-z])", "", _WRAPPED.sub(r"\1", text))
+    entries = (re.sub(separators, " ", entry).split() for entry in _ENTRIES.split(bare))
     words = {"".join(map(singular, entry)) for entry in entries if entry}
     return words if "".join(words).isalpha() else set()
 
 
-def same_numeral(gold: str, answer: str) -> Found:
+def same_numeral(gold: str, answer: str) -> Verdict:
     """A numeral with a base: the same digits, and the same base unless the answer leaves it out. Beside a number without
     base it is its value. ValueError: then it has the number's digits, and the ground truth may have left out the base."""
     gold_digits, gold_base, gold_value = _numeral(gold)
@@ -200,15 +185,14 @@ def _numeral(text: str) -> tuple[str, str, str]:
     return text.lstrip("0"), "", text
 
 
-def same_structure(gold: str, answer: str) -> Found:
+def same_structure(gold: str, answer: str) -> Verdict:
     """A set is wrong for a tuple, and a tuple for a set, where math-verify does not look."""
     both_sorted = "\n".join(sorted((gold, answer)))  # a bracket sorts before a backslash
-    if re.fullmatch(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}", both_sorted):
-        return False
-    return None
+    differ = re.fullmatch(r"\([^()]*,[^()]*\)\n\\\{[^{}]*,[^{}]*\\\}", both_sorted)
+    return False if differ else None
 
 
-def ratios(gold: str, answer: str) -> Found:
+def ratios(gold: str, answer: str) -> Verdict:
     """``3:4:5`` is ``6:8:10``, and ``2:3`` is ``2\\text{ to }3``; times and ranges have no factor."""
     texts = (gold, answer)
     sides = [[part.strip() for part in re.split(rf":|{TO.pattern}", text)] for text in texts]
@@ -220,14 +204,12 @@ def ratios(gold: str, answer: str) -> Found:
             return None  # `2:3` is `\frac{2}{3}`
         raise ValueError("a ratio stands beside another answer")
     if all(map(_CLOCK.fullmatch, texts)) or not any(":" in text for text in texts):
-        return _tuple(sides[0]), _tuple(sides[1])
-    first, second = (
-        _tuple(f"\\frac{{{part}}}{{{side[0]}}}" for part in side[1:]) for side in sides
-    )
-    return first, second
+        return tuple(map(_tuple, sides))
+    # 3:4:5 is (4/3, 5/3).
+    return tuple(_tuple(f"\\frac{{{part}}}{{{side[0]}}}" for part in side[1:]) for side in sides)
 
 
-def keyed_parts(gold: str, answer: str) -> Found:
+def keyed_parts(gold: str, answer: str) -> Verdict:
     """Quantities by their words and values by their names, in any order. A tuple may leave out names that are in the order
     of the alphabet, and a list those of the same order. Values without keys are a list in any order; repeats count."""
     sides = [_parts_of(gold), _parts_of(answer)]
@@ -266,19 +248,17 @@ def _values(parts: list[Part]) -> str:
     return _tuple(part.value for part in parts if part.value)
 
 
-def _lists(*sides: list[Part]) -> Found:
+def _lists(*sides: list[Part]) -> Verdict:
     """Return both without their keys, and each entry with how often it is there if one is there twice."""
     counts = [Counter(part.value for part in side) for side in sides]
     if max(map(len, counts)) > 1 and any(count.total() > len(count) for count in counts):
         # 1, 1, 3 becomes (1,2), (3,1); as a set of values it would be 1, 3.
-        first, second = (
+        return tuple(
             ", ".join(f"({value},{times})" for value, times in count.items()) for count in counts
         )
-    elif sides[0][0].key or sides[1][0].key:
-        first, second = map(", ".join, counts)
-    else:
-        return None
-    return first, second
+    if sides[0][0].key or sides[1][0].key:
+        return tuple(map(", ".join, counts))
+    return None
 
 
 def _parts_of(text: str) -> list[Part]:
@@ -313,13 +293,13 @@ def _with_names(parts: list[Part]) -> list[Part]:
     return named
 
 
-COMPARISONS = {
-    "choice letters": choices,
-    "same texts": same_text,
-    "dates, ranges, scores and versions": same_label,
-    "words": same_words,
-    "bases": same_numeral,
-    "sets and tuples": same_structure,
-    "ratios": ratios,
-    "quantities and names": keyed_parts,
-}
+COMPARISONS = (
+    choices,
+    same_text,
+    same_label,
+    same_words,
+    same_numeral,
+    same_structure,
+    ratios,
+    keyed_parts,
+)

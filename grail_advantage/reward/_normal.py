@@ -4,8 +4,6 @@ r"""One normal form for the spellings of an answer.
 words are kept: ``10\text{ km north}`` is ``10``, and not ``10\text{ km south}``. math-verify judges the result.
 """
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from collections.abc import Callable
@@ -17,7 +15,7 @@ import regex
 
 from grail_advantage.reward._words import fold, is_unit, words_of
 
-Match: TypeAlias = "regex.Match[str]"
+Match: TypeAlias = regex.Match[str]
 
 # In patterns: (?!\pL) ends the name of a command; a named group may occur in several alternatives.
 _UPRIGHT = "text|textrm|textnormal|textup|mathrm|mbox|hbox|textsf|texttt|mathsf|mathtt"
@@ -69,9 +67,8 @@ _BARE_WORDS = (
     rf"|(?<=[0-9)}}%] ?|\\[a-z]+ ){_SHORT_WORDS})(?![A-Za-z(])"
     r"(?: (?!(?:and|or)(?!\pL))(?:[A-Za-z][A-Za-z]+|a)(?![A-Za-z(]))*"
 )
-_LETTER = (
-    r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"  # of a choice, behind which words are the answer
-)
+# Of a choice, behind which words are the answer
+_LETTER = r"^ ?(?:\\[a-z]+ ?\{ ?)?\(?[A-J][).] ?\}? ?"
 _UNIT = rf"\\text\{{(?:[^{{}}0-9]|\^ ?\{{? ?-?[0-9] ?\}}?|(?<=[a-z])[23](?= ?\}}))+\}}{_POWER}"
 _UNITS = (
     rf"(?<=[0-9}})\]a-zA-Z|.!%] ?)(?<!{_LETTER}) ?(?:{_UNIT}|\\frac ?\{{ ?{_UNIT} ?\}} ?\{{ ?{_UNIT} ?\}})"

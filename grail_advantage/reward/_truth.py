@@ -1,7 +1,5 @@
 """Ground truths as text, whatever a data set holds them in, and the ones that cannot be used, with their rows."""
 
-from __future__ import annotations
-
 import ast
 import json
 import logging
@@ -21,9 +19,8 @@ from grail_advantage.reward._normal import normal
 
 logger = logging.getLogger(__name__)
 
-MAX_ANSWER_CHARS = (
-    1000  # longer texts count as incorrect without being parsed: math-verify takes seconds for them
-)
+# Longer texts count as incorrect without being parsed: math-verify takes seconds for them.
+MAX_ANSWER_CHARS = 1000
 _REMEDY = "give text, a number or a list of them"
 _NOTHING = re.compile(r"(?i)\[?\s*(?:nan|null|<na>|nat|)\s*\]?|\{\s*\}|\(\s*\)")
 _QUOTED = re.compile(
@@ -69,16 +66,14 @@ def _text(value: Any) -> str | None:
         value = sorted(value, key=str)
     if isinstance(value, list | tuple):
         entries = [gold_text(entry) for entry in value]
-        # The space keeps "1", "234" from reading as 1,234.
         if len(entries) > 1:
-            value = ", ".join(map(normal, entries))
-        else:
-            value = "".join(entries)
+            entries = [normal(entry) for entry in entries]
+        # The space keeps "1", "234" from reading as 1,234.
+        value = ", ".join(entries)
     if isinstance(value, str):
         boxed = last_boxed(value)
-        if boxed is not None:
-            value = boxed
-        return None if _NOTHING.fullmatch(value.strip(" \t\r\n$")) else value
+        text = value if boxed is None else boxed
+        return None if _NOTHING.fullmatch(text.strip(" \t\r\n$")) else text
     if isinstance(value, bool | np.bool_):
         return str(value)
     if isinstance(value, Decimal):
@@ -129,12 +124,11 @@ def check_ground_truths(truths: Iterable[Any], source: str) -> list[int]:
         except ValueError:
             faults[row] = shown(truth)
     if faults:
-        examples = ", ".join(
-            [f"row {row} ({fault})" for row, fault in faults.items()][:5]
-            + ["..."] * (len(faults) > 5)
-        )
-        message = f"{source}: {len(faults)} of {row + 1} ground truths cannot be used, counted from row 0: {examples}; "
-        message += f"{_REMEDY}. No response to these rows is right"
+        examples = [f"row {number} ({fault})" for number, fault in faults.items()]
+        if len(examples) > 5:
+            examples[5:] = ["..."]
+        counts = f"{len(faults)} of {row + 1} ground truths cannot be used, counted from row 0"
+        message = f"{source}: {counts}: {', '.join(examples)}; {_REMEDY}. No response to these rows is right"
         # Rows count from 0: 3 faults are all where the last row is 2.
         if len(faults) > row:
             raise ValueError(message)

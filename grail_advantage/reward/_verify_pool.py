@@ -5,8 +5,6 @@ one call into C. So comparisons run in processes that the kernel ends. A fresh i
 neither forks this process, which may hold torch, Ray and their threads, nor runs its main module again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -68,9 +66,8 @@ class _Server:
             self._idle.put(connection)
         if verdict not in (None, "killed"):
             return verdict
-        if (
-            status := self.process.wait()
-        ) > 0:  # it would turn every reward to 0, and is logged louder
+        # It would turn every reward to 0, and is logged louder
+        if (status := self.process.wait()) > 0:
             raise RuntimeError(f"{_SCRIPT} ended with status {status}; its error output says why")
         return None
 

@@ -4,8 +4,6 @@ It loads math-verify once, forks a worker for each connection, and replaces one 
 is the JSON list ``[gold, answer]`` (LaTeX without the box); a reply is true, false, or why there is no verdict.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json
@@ -63,9 +61,8 @@ def _read(text: str, with_unit: bool, is_real: bool) -> Any:
     can read, so that ``1 \\mid 5`` states 5."""
     if _IN_PART.search(text) or not all(map(_is_whole, re.findall(r"\\[A-Za-z]+", text))):
         return None
-    if (
-        with_unit
-    ):  # ``i`` as math-verify spells the imaginary unit, ``I``, and a letter ``I`` as another one
+    # ``i`` as math-verify spells the imaginary unit, ``I``, and a letter ``I`` as another one
+    if with_unit:
         # In braces, as the grammar drops the exponent of a bare ``I``: ``i^2`` would be ``i``.
         text = _LETTER_I.sub(
             lambda match: {"i": "{I}", "I": r"\iota "}.get(match[0], match[0]), text
@@ -220,9 +217,8 @@ def confine() -> None:
 
 def main(cpu_seconds: float, connections: list[Connection]) -> None:
     """Fork a worker for each connection, and replace each that ends; a request that it leaves gets the reason."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole process group; the parent decides
+    # Ctrl-C reaches the whole process group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first use of math-verify loads half of sympy, which must not count against the first answer.
     for pair in (

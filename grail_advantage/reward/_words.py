@@ -3,8 +3,6 @@ r"""Words beside numbers: which of them are a unit, and whether the units of two
 A unit may be left out, and of two measures either may stand, as data sets mix them. Other words stay in the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import regex

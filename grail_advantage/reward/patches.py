@@ -4,8 +4,6 @@ Importing this module makes the six, in the worker's process. Each function says
 with that when it can go: once its examples have their verdicts without it.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -14,9 +12,8 @@ from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import grader
 from sympy import Expr, Float, Symbol
 
-EXACT_DIGITS = (
-    1000  # to which numbers that are not rational are compared, beyond those before the point
-)
+# To which numbers that are not rational are compared, beyond those before the point
+EXACT_DIGITS = 1000
 
 _inherited_numeric_eq = grader.sympy_numeric_eq
 _inherited_symbolic_eq = grader.sympy_symbolic_eq
@@ -119,9 +116,8 @@ def _exact(number: Any) -> Any:
 
 
 _Latex2Sympy.convert_postfix_list = product
-grader.INVERSE_RELATIONS[sympy.Ne] = (
-    sympy.Ne
-)  # it has no entry, so that `x\ne 2` and `2\ne x` would raise KeyError
+# It has no entry, so that `x\ne 2` and `2\ne x` would raise KeyError
+grader.INVERSE_RELATIONS[sympy.Ne] = sympy.Ne
 grader.sympy_numeric_eq = numeric_eq
 grader.sympy_symbolic_eq = symbolic_eq
 grader.sympy_compare_symbols = compare_symbols

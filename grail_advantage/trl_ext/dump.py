@@ -109,9 +109,8 @@ class Generation:
     columns: dict[str, Tensor] = field(default_factory=dict)  # (B, T) each
     # Of each micro-batch its gradient, its rows, those of them that went through the model, its update, and the scale
     read: list[tuple[Gradient, Tensor, Tensor, int, float]] = field(default_factory=list)
-    measured: tuple[list[int], Rollouts] | None = (
-        None  # rows, with log-probabilities before the update, for its effect
-    )
+    # Rows, with log-probabilities before the update, for its effect
+    measured: tuple[list[int], Rollouts] | None = None
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """Micro-batches with a backward, on the CPU; a response that was left out has gradient 0 and ratio 1."""
@@ -300,9 +299,8 @@ class GenerationDump(TrainerCallback):
             if self._dump.measures(generation.step):
                 effect = torch.full(columns["mask_BT"].shape, torch.nan)
                 log_probs = torch.zeros(effect.shape)
-                if (
-                    generation.measured is not None
-                ):  # the change of log-probabilities since the responses were scored
+                # The change of log-probabilities since the responses were scored
+                if generation.measured is not None:
                     rows, rollouts = generation.measured
                     old = rollouts.columns[OLD_LOG_PROBS]
                     now = self._host(replace(rollouts, columns={})).columns([OLD_LOG_PROBS])[

@@ -42,9 +42,8 @@ LOSSES = (
     "cispo",
     "sapo",
 )  # that multiply each token's own ratio by its advantage
-PENALTY = (
-    "soft_overlong_punishment_reward"  # of trl.rewards, DAPO's, for responses near the length limit
-)
+# Of trl.rewards, DAPO's, for responses near the length limit
+PENALTY = "soft_overlong_punishment_reward"
 SKIPS = "skip_zero_advantage=True"
 SKIP_NOTHING = "set skip_zero_advantage=False"
 

@@ -151,9 +151,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         for name in self.method.field_names:
             for row, value in zip(inputs, self._field(name, inputs), strict=True):
                 row[name] = value
-        sums = (rewards * self.reward_weights.to(rewards.device)).nansum(
-            dim=1
-        )  # as TRL's (line 2763)
+        # As TRL's (line 2763)
+        sums = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         # nansum() of no reward is 0, which would pass for one.
         sums = torch.where(rewards.isnan().all(dim=1), torch.nan, sums)
         unjudged = ~((within_range(rewards) | rewards.isnan()).all(dim=1) & within_range(sums))
@@ -288,9 +287,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             advantages=output["advantages"].masked_fill(unjudged, torch.nan),
             tokenizer=self.processing_class,
             answer=self.answer,
-            truncated=~torch.isin(
-                last, torch.tensor([*self.eos_token_ids, padding])
-            ),  # by TRL's test
+            # By TRL's test
+            truncated=~torch.isin(last, torch.tensor([*self.eos_token_ids, padding])),
             groups=places // self.num_generations,
             rewards=rewards,
             examples=examples,

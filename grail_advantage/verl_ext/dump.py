@@ -214,9 +214,8 @@ def receipt_of(
     sent_B = torch.tensor([sent[place] for place in r.places])
     pieces = list(_pieces(of_ranks, mask_BT.shape[1]))
     if loss.account == "kl_cov" and len(sent_B) < len(tokens):
-        loss = replace(
-            loss, account=None
-        )  # which tokens it penalises follows from all responses of a micro-batch
+        # Which tokens it penalises follows from all responses of a micro-batch
+        loss = replace(loss, account=None)
     if not pieces:  # none of the written responses went into the update
         nothing_UBT = torch.full((updates, *mask_BT.shape), torch.nan)
         nothing_BT = nothing_UBT[0]

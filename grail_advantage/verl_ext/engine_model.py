@@ -265,9 +265,8 @@ class EngineMicroBatch:
             return row, position
         return 0, int(self.offsets_R[row]) + position
 
-    def per_row(
-        self, values_BS: torch.Tensor
-    ) -> list[torch.Tensor]:  # also with further dimensions after S
+    # Also with further dimensions after S
+    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
         lengths = self.offsets_R.diff().tolist()
         if self.packed:
             values_N = gather_packed(self.engine, values_BS[0], self._output_args["pad_size"])

@@ -49,16 +49,13 @@ from grail_advantage.verl_ext.settings import (
 logger = logging.getLogger(__name__)
 
 VERL_VERSION = "0.9.1"
-ANY_VERL = (
-    "GRAIL_ADVANTAGE_ANY_VERL"  # environment variable: 1 lets another version of verl through
-)
+# Environment variable: 1 lets another version of verl through
+ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"  # verl's, with modules that it imports in every process
 JUDGED = "reward_model"
 REWARD = "reward.custom_reward_function.path"
-OURS = (
-    "pkg://grail_advantage.reward",
-    "pkg://recipe.reward",
-)  # as REWARD, this project's reward function
+# As REWARD, this project's reward function
+OURS = "pkg://grail_advantage.reward", "pkg://recipe.reward"
 
 
 def register_estimators() -> None:
@@ -123,14 +120,12 @@ def prepare_run(config: DictConfig) -> Settings:
         OmegaConf.update(
             config, f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}", modules, force_add=True
         )
-    if (
-        settings.dump is not None
-    ):  # the trainer runs in another process, with another working folder
+    # The trainer runs in another process, with another working folder
+    if settings.dump is not None:
         OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
     if settings.method is not None and not settings["trainer.use_v1"]:
-        from grail_advantage.verl_ext.ray_trainer import (
-            TokenWeightRayTrainer,
-        )  # imports what the other trainers do not
+        # Imports what the other trainers do not
+        from grail_advantage.verl_ext.ray_trainer import TokenWeightRayTrainer
 
         patches.use_ray_trainer(TokenWeightRayTrainer)
     elif (
@@ -215,9 +210,8 @@ def check_spelling(name: str) -> None:
     near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
     # Short names are near many others, and grail2 is a version of somebody's own.
     if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
-        meant += difflib.get_close_matches(
-            name.lower(), near, cutoff=0.85
-        )  # turn_ppo is not turn_grpo
+        # turn_ppo is not turn_grpo
+        meant += difflib.get_close_matches(name.lower(), near, cutoff=0.85)
     if meant:
         raise ValueError(
             f"algorithm.adv_estimator={name!r} is unknown; is {meant[0]} meant?{failure_message()}"
@@ -308,8 +302,6 @@ def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None
     try:
         # A check downloads nothing: verl fetches a model in the processes that use it.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
-    except (
-        OSError,
-        ValueError,
-    ):  # not in the cache, a broken download, or a file system that verl copies from
+    # Not in the cache, a broken download, or a file system that verl copies from
+    except (OSError, ValueError):
         return None

@@ -35,9 +35,8 @@ UPDATE = "actor update"
 FORWARD = "old log-probabilities"
 PADDED_FORWARD = "old log-probabilities, padded"
 """Layouts: whose micro-batches they are; the first in training mode, the last padded where the run packs."""
-LEAVE_OUT = (
-    "leave_out_zero_advantage"  # setting of a batch whose zero-advantage responses are left out
-)
+# Setting of a batch whose zero-advantage responses are left out
+LEAVE_OUT = "leave_out_zero_advantage"
 FILLER_TOKENS = 2
 CUT = {"prompts": FILLER_TOKENS - 1, "input_ids": FILLER_TOKENS, "position_ids": FILLER_TOKENS}
 """The fields with a value for each token, and how many of them a filler keeps; and those of the loss, which are 0 in a
@@ -100,9 +99,8 @@ def update_order(
         for length, tokens, counts in zip(lengths, cost, of_run, strict=True)
         if counts and not tokens
     ]
-    if not settings[
-        f"{ACTOR}.shuffle"
-    ]:  # else verl draws mini-batches by places, which then have to stay
+    # Else verl draws mini-batches by places, which then have to stay
+    if not settings[f"{ACTOR}.shuffle"]:
         order = deal_mini_batches(cost, ranks, mini_batch_rows(settings))
         batch = batch.select_keys([batch.keys[row] for row in order])
     return batch, {

@@ -561,9 +561,8 @@ def _facts(
     }
     for row, total in enumerate(sums_B.tolist()):
         reward = total if math.isfinite(total) else None
-        verdict = _entry(
-            _entry(extra[row], "reward_extra_info"), "acc"
-        )  # the reward function's own goes first
+        # The reward function's own goes first
+        verdict = _entry(_entry(extra[row], "reward_extra_info"), "acc")
         truth = _entry(judged[row], "ground_truth")
         source = sources[row]
         number = _entry(infos[row], "index")

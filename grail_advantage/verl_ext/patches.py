@@ -57,9 +57,8 @@ def wrap_entry(module: str) -> None:
 
     setattr(validate_config, WRAPPED, True)
     verl.utils.config.validate_config = validate_config
-    if (
-        configure is not None
-    ):  # else a verl without the v1 trainers, whose older one needs no registration
+    # Else a verl without the v1 trainers, whose older one needs no registration
+    if configure is not None:
         verl.utils.logging_utils.configure_verl_logging = functools.wraps(configure)(
             configure_verl_logging
         )

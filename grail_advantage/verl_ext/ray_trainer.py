@@ -47,9 +47,8 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
         """verl's, with the actor's worker in place."""
         self._replace_workers()
         super().init_workers()
-        self._get_dp_size(
-            self.actor_rollout_wg, "actor"
-        )  # so that the worker group knows its ranks
+        # So that the worker group knows its ranks
+        self._get_dp_size(self.actor_rollout_wg, "actor")
 
     def fit(self) -> None:
         with patches.advantages_by(self._weighted_advantages):

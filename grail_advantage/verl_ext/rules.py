@@ -97,9 +97,8 @@ data.gen_batch_size data.val_batch_size data.seed {ROLLOUT}.max_model_len {SCALE
 {ACTOR}.ppo_micro_batch_size_per_gpu {ROLLOUT}.log_prob_micro_batch_size_per_gpu
 """.split()
 """Options with a number, whose default is null."""
-PENALTY = (
-    "reward.reward_kwargs.overlong_buffer_cfg.enable"  # DAPO's, for responses near the length limit
-)
+# DAPO's, for responses near the length limit
+PENALTY = "reward.reward_kwargs.overlong_buffer_cfg.enable"
 TARGETS, EXCLUDED, ADAPTER = (
     f"{MODEL}.{name}" for name in ("target_modules", "exclude_modules", "lora_adapter_path")
 )
@@ -324,9 +323,8 @@ def _discount(s: MethodSettings) -> str:
 
 def _lengths_in_loss(s: Settings) -> str:
     """The option by which the loss divides by numbers of tokens."""
-    if (
-        s[LOSS] == "sapo"
-    ):  # it has each response's mean over its tokens, whatever loss_agg_mode says
+    # It has each response's mean over its tokens, whatever loss_agg_mode says
+    if s[LOSS] == "sapo":
         return LOSS
     if s[AGGREGATION] == "seq-mean-token-sum":
         return ""

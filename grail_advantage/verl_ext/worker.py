@@ -153,9 +153,8 @@ def _piece(
 ) -> Piece:
     """A micro-batch after its backward."""
     # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
-    log_probs_N = (
-        read.log_probs.values().cpu()
-    )  # in its own type, which says how exact the gradient is
+    # In its own type, which says how exact the gradient is
+    log_probs_N = read.log_probs.values().cpu()
     gradient_N = (
         torch.zeros_like(log_probs_N) if read.values is None else read.values.values().cpu() / scale
     )
@@ -217,9 +216,8 @@ class TokenWeightTrainingWorker(TrainingWorker):
         reuses = REUSE in data
         if watched or reuses:
             data = data.copy()
-            data[PLACES] = places_R2 = torch.stack(
-                data[PLACES].unbind()
-            )  # TransferQueue may give it nested
+            # TransferQueue may give it nested
+            data[PLACES] = places_R2 = torch.stack(data[PLACES].unbind())
         if reuses:
             self.own_forward.ask_for_entropies(data)
         if LEAVE_OUT in data:

@@ -186,9 +186,8 @@ class Held:
     blocks: list[str] = field(default_factory=list)  # their values a token
     size: int = 0  # bytes of both
     groups: int = 0
-    samples: dict[str, list[np.ndarray]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # values by overlay
+    # Values by overlay
+    samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
 
     def add(
         self, header: DumpHeader, table: pa.Table, run: int, signed: set[str], limit: float
@@ -293,9 +292,8 @@ class Held:
         self.samples[overlay].append(np.asarray(values[::interval], dtype=np.float64))
 
 
-_POWERS = 10.0 ** np.concatenate(
-    [np.arange(60), np.arange(-60, 0)]
-)  # by exponent, negative ones from the end
+# By exponent, negative ones from the end
+_POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])
 
 
 def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
@@ -345,9 +343,8 @@ class Whole:
     )
     """By method and outcome, sum and number of the responses with scores of their mean weights by place."""
     scored: Counter[tuple[str, str]] = field(default_factory=Counter)  # responses, likewise
-    signed: set[str] = field(
-        default_factory=set
-    )  # methods that give advantages in place of weights
+    # Methods that give advantages in place of weights
+    signed: set[str] = field(default_factory=set)
     responses: int = 0
     held: int = 0
     moved: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
@@ -380,9 +377,8 @@ class Whole:
                 continue
             # What earlier files left of their share goes to the later ones.
             share = (chosen.index(place) + 1) / len(chosen)
-            fit = 1 + int(
-                max(0, 3 * (begin + room * share - held.size) / size)
-            )  # groups, by a third of the size
+            # Groups, by a third of the size
+            fit = 1 + int(max(0, 3 * (begin + room * share - held.size) / size))
             groups = np.argsort(first)[:fit]
             last = int(np.flatnonzero(np.isin(group_N, groups)).max())
             table = file.table(_OF_ROLLOUTS, last + 1)

@@ -5,8 +5,6 @@ The published evaluation uses 200 problems of College-Math and 200 of OlympiadBe
 SHA-256 of their problem texts, by which they are found in the full sets.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from argparse import ArgumentTypeError
@@ -36,19 +34,16 @@ class DatasetSpec(NamedTuple):
     name: str
     hub: str  # ORG/DATASET[:CONFIG]
     rows: int  # of the published set
-    problem: str = (
-        "problem"  # column with a text, or with a list of chat messages that is one of the user
-    )
+    # Column with a text, or with a list of chat messages that is one of the user.
+    problem: str = "problem"
     gold: str = "answer"  # column that one of READERS reads
     reader: str = "plain"
-    ids: Sequence[str] = (
-        "id",
-    )  # columns that together name a row in its source: exercise numbers repeat by book
+    # Columns that together name a row in its source: exercise numbers repeat by book.
+    ids: Sequence[str] = ("id",)
     split: str = "test"  # in the written rows
     hub_split: str = "test"
-    required: Mapping[
-        str, str
-    ] = {}  # rows with another value are of another task: physics, proofs, other languages
+    # Rows with another value are of another task: physics, proofs, other languages.
+    required: Mapping[str, str] = {}
 
 
 _HERE = Path(__file__).parent
@@ -72,28 +67,25 @@ def benchmark_names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def user_messages(problem: str, suffix: str = PROMPT_SUFFIX) -> list[dict[str, str]]:
+def user_messages(problem: str, suffix: str = PROMPT_SUFFIX) -> list[dict]:
     """Return the chat that asks for ``problem``: one user turn that ends in exactly one suffix."""
-    return [
-        {
-            "role": "user",
-            "content": problem.strip().removesuffix(PROMPT_SUFFIX.strip()).strip() + suffix,
-        }
-    ]
+    text = problem.strip().removesuffix(PROMPT_SUFFIX.strip()).strip()
+    return [{"role": "user", "content": text + suffix}]
 
 
-def convert(
-    spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFFIX
-) -> dict[str, Any]:
+def convert(spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFFIX) -> dict:
     """Turn a row of the source into one of the written file: the columns that verl's ``RLHFDataset`` and reward
     functions read. ``index`` is still 0; ``id`` names the row in its source (empty if it has no name). KeyError,
     ValueError, TypeError, AttributeError: a field is missing, or cannot be used."""
     problem = row[spec.problem]
     gold = read_gold(row[spec.gold], spec.reader)
-    if isinstance(problem, list):
-        roles = [message["role"] for message in problem]
-        problem = problem[0]["content"] if roles == ["user"] else ""
-    if not (problem := user_messages(problem, "")[0]["content"]):
+    match problem:
+        case [{"role": "user", "content": content}]:
+            problem = content
+        case list():
+            problem = ""
+    problem = user_messages(problem, "")[0]["content"]
+    if not problem:
         raise ValueError("no problem, or no single user message")
     if context := row.get("context"):  # a few of OlympiadBench
         problem = f"{str(context).strip()}\n{problem}"
@@ -110,10 +102,9 @@ def convert(
 
 def read_gold(value: Any, reader: str) -> str:
     """Return the ground truth as text, read as the reward function reads it: of a list all entries, joined with commas.
-    A whole float loses its fraction (``27.0`` becomes ``27``); else one answer keeps its source's notation."""
-    if (value := READERS[reader](value)) in (None, []) or not (gold := gold_text(value).strip()):
-        raise ValueError(f"no answer ({reader})")
-    return gold
+    A whole float loses its fraction (``27.0`` becomes ``27``); else one answer keeps its source's notation.
+    ValueError: there is none."""
+    return gold_text(READERS[reader](value)).strip()
 
 
 def published_id(spec: DatasetSpec, row: Mapping[str, Any], name: str) -> str | None:

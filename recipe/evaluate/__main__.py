@@ -1,8 +1,6 @@
 """Sample answers to the benchmarks with vLLM and report accuracies and mean tokens with 95 % intervals, grade stored
 samples again, or compare two evaluations. The defaults are the published ones; a second call resumes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -12,7 +10,6 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from subprocess import CalledProcessError
-from typing import Any
 
 import pandas as pd
 
@@ -32,29 +29,27 @@ SAMPLING = {
     "seed": 0,
 }
 """The published samples a problem and parameters of vLLM; temperature 0 is greedy, top_k 0 all tokens."""
+TEMPLATES = {"base_math": Path(__file__).parents[1] / "base_math.jinja"}
 
 
-def evaluate(options: Namespace) -> dict[str, Any]:
+def evaluate(options: Namespace) -> dict:
     """Sample what ``options.output_dir`` lacks, grade all samples and return the results."""
     problems = sampling.load_benchmarks(options.benchmarks, options.data_dir, options.prompt)
     model, model_hash = sampling.resolve_model(options.model)
     tokenizer = load_tokenizer(str(model))
     if options.chat_template is not None:
-        template = Path(__file__).parents[1] / f"{options.chat_template}.jinja"  # base_math
-        if not template.is_file():
-            template = Path(options.chat_template)
+        template = Path(TEMPLATES.get(options.chat_template, options.chat_template))
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {model} has no chat template; base models need --chat-template base_math"
         )
-    chat = partial(
-        tokenizer.apply_chat_template,
-        add_generation_prompt=True,
-        enable_thinking=False,
-        return_dict=False,
-    )
-    problems["prompt_ids"] = problems["messages"].map(chat)
+    problems["prompt_ids"] = [
+        tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, enable_thinking=False, return_dict=False
+        )
+        for chat in problems["messages"]
+    ]
     problems["prompt"] = problems["prompt_ids"].map(digest)
     samples = problems.merge(pd.DataFrame({"sample": range(options.samples)}), how="cross")
     drawing = {name: getattr(options, name) for name in SAMPLING}
@@ -63,28 +58,23 @@ def evaluate(options: Namespace) -> dict[str, Any]:
     if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         engine += ", batch-invariant"
     with sampling.open_samples(path, {"model": model_hash, **drawing, "engine": engine}) as file:
-        missing = samples[
-            ~samples.set_index(KEY).index.isin(read_samples(path).set_index(KEY).index)
-        ]
+        drawn = read_samples(path).set_index(KEY).index
+        missing = samples[~samples.set_index(KEY).index.isin(drawn)]
         if len(missing):
             # Of all problems, so that a resumed evaluation runs in the same engine.
             longest = max(map(len, problems["prompt_ids"])) + options.max_tokens
             start = partial(sampling.start_engine, model, longest, options.tensor_parallel_size)
             asyncio.run(sampling.draw(start, missing, drawing, tokenizer, file))
-    example = {"prompt": chat(problems["messages"][0], tokenize=False)}
     run = {
         "model": options.model,
         "model_hash": model_hash,
         "engine": engine,
         "sampling": drawing,
-        "example": example,
     }
     return grade_folder(options.output_dir, run, options.grader, samples)
 
 
-def grade_folder(
-    folder: Path, run: dict[str, Any], grader: str, samples: pd.DataFrame
-) -> dict[str, Any]:
+def grade_folder(folder: Path, run: dict, grader: str, samples: pd.DataFrame) -> dict:
     """Grade those samples of a folder that ``samples`` names (:data:`KEY`, ``gold``), and write the scores."""
     drawn = samples[[*KEY, "gold"]].merge(read_samples(folder / "generations.jsonl"))
     if len(drawn) < len(samples):
@@ -92,49 +82,46 @@ def grade_folder(
     scores = report.grade(drawn, grader)
     lines = scores.to_json(orient="records", lines=True, force_ascii=False)
     write_whole(folder / "scores.jsonl", lines)
-    return report.summarise(run | {"grader": grader, "scores_hash": digest(lines)}, scores)
+    return report.summarise({**run, "grader": grader, "scores_hash": digest(lines)}, scores)
 
 
-def finished(
-    folder: Path, kind: type[report.Wanted] = report.Wanted
-) -> tuple[dict[str, Any], pd.DataFrame]:
-    """Returns what a finished evaluation ran, and what its scores hold of ``kind``.
+def finished(folder: Path) -> tuple[dict, pd.DataFrame]:
+    """Returns what a finished evaluation ran, and its scores.
 
     Raises:
         ValueError: a file is not as an evaluation writes it, or the samples are of another evaluation.
     """
-    path = folder / "results.json"
     try:
-        run = sampling.checked(report.Results, read_json(read_bytes(path))).run.model_dump(
-            exclude_unset=True
-        )
+        path = folder / "results.json"
+        results = read_json(read_bytes(path))
+        sampling.check(report.Results, results)
         path = folder / "scores.jsonl"
-        scores = report.read_scores(path, kind)
+        scores = report.read_scores(path)
         path = folder / "generations.jsonl"
-        begun = sampling.read_settings(path) or {}
+        begun = sampling.read_settings(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {why(error)}") from None
+    run = results["run"]
     ran = {"model": run.get("model_hash"), "engine": run.get("engine"), **run["sampling"]}
-    differing = [name for name in ran.keys() & begun.keys() if ran[name] not in (None, begun[name])]
-    if differing:
-        name = min(differing)
-        raise ValueError(
-            f"{path} has samples with another {name} than results.json; run the evaluation again"
-        )
+    for name in sorted(ran.keys() & begun.keys()):
+        if ran[name] not in (None, begun[name]):
+            raise ValueError(
+                f"{path} has samples with another {name} than results.json; run the evaluation again"
+            )
     return run, scores
 
 
-def results(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+def summary(folder: Path) -> tuple[dict, pd.DataFrame]:
     """Returns the results of a finished evaluation, by its scores, and these; ValueError as :func:`finished`, or where
     the evaluation was killed between two files of another grading."""
-    run, scores = finished(folder, report.Score)
+    run, scores = finished(folder)
     lines = (folder / "scores.jsonl").read_text(encoding="utf-8")
     # Scores are written first, so that a kill may leave them beside the results of another grading.
     if run.get("scores_hash") not in (None, digest(lines)):
         raise ValueError(
             f"{folder}/scores.jsonl is of another grading than results.json; use --regrade {folder}"
         )
-    return report.summarise(run, scores) | {"folder": str(folder)}, scores
+    return {**report.summarise(run, scores), "folder": str(folder)}, scores
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -148,12 +135,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--model",
         help="Hugging Face folder, verl checkpoint .../global_step_N, or a name on the hub",
     )
-    action(
-        "--regrade",
-        type=Path,
-        metavar="DIR",
-        help="grade the samples of a finished --output-dir again",
-    )
+    again = "grade the samples of a finished --output-dir again"
+    action("--regrade", type=Path, metavar="DIR", help=again)
     action(
         "--compare",
         nargs=2,
@@ -166,65 +149,44 @@ def main(arguments: list[str] | None = None) -> None:
         type=Path,
         help="folder for generations, scores and results, or for the comparison",
     )
-    add(
-        "--benchmarks",
-        type=benchmark_names,
-        default="all",
-        help=f"all (six), or some of {', '.join(BENCHMARKS)}",
-    )
-    add(
-        "--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled"
-    )
-    add(
-        "--prompt",
-        choices=PROMPTS,
-        default="corrected",
-        help="published: as prepare_data --prompt published wrote it",
-    )
+    benchmarks = f"all (six), or some of {', '.join(BENCHMARKS)}"
+    add("--benchmarks", type=benchmark_names, default="all", help=benchmarks)
+    add("--data-dir", type=Path, default="data", help="folder that recipe.data.prepare filled")
+    prompts = "published: as prepare_data --prompt published wrote it"
+    add("--prompt", choices=PROMPTS, default="corrected", help=prompts)
     for name, default in SAMPLING.items():
-        add(
-            f"--{name.replace('_', '-')}",
-            type=type(default),
-            default=default,
-            help="see vLLM's SamplingParams",
-        )
+        option = f"--{name.replace('_', '-')}"
+        add(option, type=type(default), default=default, help="see vLLM's SamplingParams")
     add(
         "--chat-template",
         help="base_math (for base models) or a .jinja file, in place of the tokenizer's",
     )
-    add(
-        "--grader",
-        choices=("reward", "published", "both"),
-        default="reward",
-        help="as in training; as GRAIL's code",
-    )
-    add(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        help="GPUs of each vLLM engine; as many engines as fit",
-    )
+    graders = ("reward", "published", "both")
+    add("--grader", choices=graders, default="reward", help="as in training; as GRAIL's code")
+    gpus = "GPUs of each vLLM engine; as many engines as fit"
+    add("--tensor-parallel-size", type=int, default=1, help=gpus)
     options = parser.parse_args(arguments)
     if options.model and options.output_dir is None:
         parser.error("--model needs --output-dir")
     folder = options.regrade or options.output_dir
-    name = "comparison" if options.compare else "results"
+    name = "results"
     try:
         if options.compare:
-            result = report.compare(*zip(*map(results, options.compare), strict=True))
+            name = "comparison"
+            result = report.compare(*zip(*map(summary, options.compare), strict=True))
         elif options.regrade:
             run, scores = finished(folder)
             result = grade_folder(folder, run, options.grader, scores)
         else:
             result = evaluate(options)
+        page = report.page(result)
         if folder is not None:
-            write_whole(folder / f"{name}.md", report.page(result))
-            write_whole(
-                folder / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n"
-            )
+            write_whole(folder / f"{name}.md", page)
+            content = json.dumps(result, indent=2, ensure_ascii=False)
+            write_whole(folder / f"{name}.json", content + "\n")
     except (ValueError, RuntimeError, OSError, CalledProcessError) as error:
         sys.exit(visible(f"{parser.prog}: error: {error}", breaks=False))
-    say(*report.page(result).split("\n"))
+    say(*page.split("\n"))
 
 
 if __name__ == "__main__":

@@ -6,16 +6,17 @@ import json
 import resource
 import sys
 from contextlib import suppress
-from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 
+import regex
 from math_verify import parse, verify
 from pebble import ProcessPool
 
 # that a worker may map beyond what this process has; that a comparison may take
 MEMORY = 1 << 30
 SECONDS = 30
+BOX = regex.compile(r"\\boxed\{(?P<inside>(?:[^{}]++|\{(?&inside)\})*+)(?P<brace>\}?)")
 
 
 def published_gold(benchmark: str, gold: str) -> str:
@@ -31,12 +32,10 @@ def published_box(text: str) -> str | None:
     """Returns the last box as the published code finds it: every brace counts, and one that does not close ends the
     search."""
     box = None
-    while rest := text.partition("\\boxed{")[2]:
-        depths = [*accumulate(((char == "{") - (char == "}") for char in rest), initial=1)]
-        if 0 not in depths:
+    for match in BOX.finditer(text):
+        if not match["brace"]:
             break
-        box = rest[: depths.index(0) - 1]
-        text = rest[depths.index(0) :]
+        box = match["inside"]
     return box
 
 
@@ -50,20 +49,20 @@ if __name__ == "__main__":
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     with suppress(ValueError):  # lower already
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # the workers inherit it
-    pairs = [
-        (published_gold(benchmark, gold), published_box(text))
-        for benchmark, text, gold in json.load(sys.stdin)
-    ]
+    graded = []
     with ProcessPool(context=get_context("fork")) as pool:
-        futures = [pool.schedule(judge, pair, timeout=SECONDS) for pair in pairs]
-        verdicts = [None if future.exception() else future.result() for future in futures]
-    graded = [
-        {
-            "score": verdict,
-            "answer_found": box is not None,
-            "verify_failed": verdict is None,
-            "pred": (box or "")[:128],
-        }
-        for verdict, (_, box) in zip(verdicts, pairs, strict=True)
-    ]
+        pending = []
+        for benchmark, text, gold in json.load(sys.stdin):
+            pair = (published_gold(benchmark, gold), published_box(text))
+            pending.append((pair[1], pool.schedule(judge, pair, timeout=SECONDS)))
+        for box, future in pending:
+            verdict = None if future.exception() else future.result()
+            graded.append(
+                {
+                    "score": verdict,
+                    "answer_found": box is not None,
+                    "verify_failed": verdict is None,
+                    "pred": (box or "")[:128],
+                }
+            )
     print(json.dumps(graded))

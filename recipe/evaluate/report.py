@@ -4,8 +4,6 @@ Intervals are a percentile bootstrap over problems, whose samples stay together.
 whichever others are evaluated. Two runs have the same resamples: a problem's difficulty drops out of their difference.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -21,7 +19,7 @@ from pydantic import Field
 
 from grail_advantage.reward import compute_score
 from grail_advantage.text_io import table, visible
-from recipe.evaluate.sampling import KEY, Count, Key, Record, checked, records
+from recipe.evaluate.sampling import KEY, Count, Key, Record, check, records
 
 INTERVAL = {
     "level": 0.95,
@@ -31,13 +29,13 @@ INTERVAL = {
 }
 
 
-class Drawing(Record, extra="allow"):
+class Drawing(Record):
     """The parameters with which samples were drawn."""
 
     samples: Annotated[int, Field(ge=1, le=10**6)]
 
 
-class Run(Record, extra="allow"):
+class Run(Record):
     """What an evaluation ran."""
 
     model: str
@@ -51,15 +49,10 @@ class Results(Record):
     run: Run
 
 
-class Wanted(Key):
-    """A line of ``scores.jsonl`` before it is graded."""
-
-    gold: Any
-
-
-class Score(Wanted):
+class Score(Key):
     """A line of ``scores.jsonl``."""
 
+    gold: Any
     tokens: Count
     right: bool
     answered: bool
@@ -69,14 +62,18 @@ class Score(Wanted):
     no_verdict_published: bool | None = None
 
 
-def read_scores(path: Path, kind: type[Wanted]) -> pd.DataFrame:
-    """Returns what a file's lines hold of ``kind``; ValueError: a line is not of it, or there is none."""
+def read_scores(path: Path) -> pd.DataFrame:
+    """Returns the scores in a file's lines; ValueError: a line has none, or there is no line."""
     scores = []
     for number, record in enumerate(records(path), start=1):
         try:
-            scores.append(checked(kind, record).model_dump(exclude_none=True))
+            check(Score, record)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
+        # Whatever else somebody may have written stays behind.
+        scores.append(
+            {name: record[name] for name in Score.model_fields if record.get(name) is not None}
+        )
     if not scores:
         raise ValueError("has no scores")
     return pd.DataFrame(scores).drop_duplicates(KEY, ignore_index=True)
@@ -88,21 +85,23 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
     if grader == "both":
         published = grade(samples, "published")[["right", "no_verdict"]]
         return grade(samples, "reward").join(published.add_suffix("_published"))
-    answers = samples[["benchmark", "text", "gold"]]
+    answers = samples[["benchmark", "text", "gold"]].to_numpy()
     if grader == "published":
         command = [sys.executable, "-P", Path(__file__).with_name("published_worker.py")]
-        lists = json.dumps(answers.to_numpy().tolist())
+        lists = json.dumps(answers.tolist())
         done = subprocess.run(command, input=lists, stdout=subprocess.PIPE, text=True, check=True)
         verdicts = json.loads(done.stdout.splitlines()[-1])
     else:
         with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
-            verdicts = [*executor.map(compute_score, *answers.to_numpy().T)]
+            verdicts = [*executor.map(compute_score, *answers.T)]
     graded = pd.DataFrame(verdicts, index=samples.index)
-    names = {"score": "right", "answer_found": "answered", "verify_failed": "no_verdict"}
-    scores = samples[[*KEY, "tokens", "gold"]].join(
-        graded[[*names]].astype(bool).rename(columns=names)
+    return samples[[*KEY, "tokens", "gold"]].assign(
+        right=graded["score"].astype(bool),
+        answered=graded["answer_found"].astype(bool),
+        no_verdict=graded["verify_failed"].astype(bool),
+        truncated=samples["finish_reason"] == "length",
+        answer=graded["pred"],
     )
-    return scores.assign(truncated=samples["finish_reason"] == "length", answer=graded["pred"])
 
 
 def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
@@ -118,69 +117,61 @@ def by_problem(scores: pd.DataFrame) -> pd.DataFrame:
     if "right_published" in scores:
         metrics["acc, published"] = ("right_published", "mean")
         metrics["pass, published"] = ("right_published", "max")
-    problems = scores.assign(unanswered=~scores["answered"]).groupby(
-        ["benchmark", "index"], sort=False
-    )
-    return problems.agg(**metrics).astype(float)
+    samples = scores.assign(unanswered=~scores["answered"])
+    return samples.groupby(["benchmark", "index"], sort=False).agg(**metrics).astype(float)
 
 
-def figures(problems: pd.DataFrame, samples: int) -> dict[str, Any]:
+def figures(problems: pd.DataFrame, samples: int) -> dict:
     """Returns ``value``, ``low``, ``high`` of every metric and the share of resamples ``above_zero``: of ``benchmarks``,
     of their ``mean`` and their ``weighted_mean``. ``problems``: as of :func:`by_problem`, or a difference of two."""
-    names = [re.sub("^(acc|pass)", rf"\1@{samples}", str(name)) for name in problems.columns]
+    names = [re.sub("^(acc|pass)", rf"\1@{samples}", name) for name in problems.columns]
 
-    def of_means(
-        means: np.ndarray,
-    ) -> dict[str, Any]:  # the first row is of the problems themselves
+    def figures_of(means: np.ndarray) -> dict:  # the first row is of the problems themselves
         low, high = np.quantile(means[1:], [0.025, 0.975], axis=0)
         # Differences of means are sums of fractions, so that equal runs may differ by rounding.
-        rows = {
-            "value": means[0],
-            "low": low,
-            "high": high,
-            "above_zero": (means[1:] > 1e-9).mean(axis=0),
-        }
+        above_zero = (means[1:] > 1e-9).mean(axis=0)
+        rows = {"value": means[0], "low": low, "high": high, "above_zero": above_zero}
         return pd.DataFrame(rows, index=names).T.to_dict()
 
     benchmarks = {}
     means = []
-    for name, of_name in problems.groupby(level="benchmark", sort=False):
+    sizes = []
+    for name, metrics in problems.groupby(level="benchmark", sort=False):
         key = int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)
-        count = len(of_name)
+        count = len(metrics)
         random = np.random.default_rng([INTERVAL["seed"], key])
         counts = random.multinomial(count, np.full(count, 1 / count), size=INTERVAL["resamples"])
         # Counts (resamples, problems) times values (problems, metrics): the means of all resamples.
-        means.append(np.vstack([of_name.mean(), counts @ of_name.to_numpy() / count]))
-        benchmarks[name] = {"problems": count, **of_means(means[-1])}
-    weighted = np.average(means, axis=0, weights=[row["problems"] for row in benchmarks.values()])
+        means.append(np.vstack([metrics.mean(), counts @ metrics.to_numpy() / count]))
+        sizes.append(count)
+        benchmarks[name] = {"problems": count, **figures_of(means[-1])}
     return {
         "benchmarks": benchmarks,
-        "mean": of_means(np.mean(means, axis=0)),
-        "weighted_mean": of_means(weighted),
+        "mean": figures_of(np.mean(means, axis=0)),
+        "weighted_mean": figures_of(np.average(means, axis=0, weights=sizes)),
     }
 
 
-def summarise(run: dict[str, Any], scores: pd.DataFrame) -> dict[str, Any]:
+def summarise(run: dict, scores: pd.DataFrame) -> dict:
     """Returns the content of ``results.json``: ``run`` and the figures, shares from 0 to 1. ``tokens_of_answered``: as
     the published code, over responses with a box."""
     result = figures(by_problem(scores), run["sampling"]["samples"])
+    tokens = []
+    sizes = []
     for name, row in result["benchmarks"].items():
-        of_name = scores[scores["benchmark"] == name]
-        counts = of_name.filter(like="no_verdict").sum().items()
-        row |= {column.replace("_published", ", published"): int(count) for column, count in counts}
-        row["responses"] = len(of_name)
-        row["tokens_of_answered"] = of_name[of_name["answered"]]["tokens"].mean()
-    tokens, sizes = (
-        pd.DataFrame(result["benchmarks"]).loc[["tokens_of_answered", "problems"]].to_numpy(float)
-    )
-    result["mean"]["tokens_of_answered"] = tokens.mean()
+        responses = scores[scores["benchmark"] == name]
+        for column, count in responses.filter(like="no_verdict").sum().items():
+            row[column.replace("_published", ", published")] = int(count)
+        row["responses"] = len(responses)
+        row["tokens_of_answered"] = responses[responses["answered"]]["tokens"].mean()
+        tokens.append(row["tokens_of_answered"])
+        sizes.append(row["problems"])
+    result["mean"]["tokens_of_answered"] = np.mean(tokens)
     result["weighted_mean"]["tokens_of_answered"] = np.average(tokens, weights=sizes)
     return {"run": run, "interval": INTERVAL, **result}
 
 
-def compare(
-    results: tuple[dict[str, Any], ...], scores: tuple[pd.DataFrame, ...]
-) -> dict[str, Any]:
+def compare(results: tuple[dict, ...], scores: tuple[pd.DataFrame, ...]) -> dict:
     """Returns the figures of the second of two runs minus those of the first, beside the results of both; ValueError
     names all differences of benchmarks, prompts, ground truths, grader and sampling but for its seed."""
     settings = []
@@ -189,12 +180,8 @@ def compare(
         run = result["run"]
         # Two evaluations may differ in their seed.
         settings.append({**run["sampling"], "grader": run.get("grader"), "seed": None})
-        benchmarks.append(
-            {
-                name: rows.to_dict("list")
-                for name, rows in frame[[*KEY, "gold"]].groupby("benchmark")
-            }
-        )
+        groups = frame[[*KEY, "gold"]].groupby("benchmark")
+        benchmarks.append({name: rows.to_dict("list") for name, rows in groups})
     unequal = [f"{name} {a!r} and {b!r}" for name, a, b in _differing(*settings)]
     unequal += [f"prompts or ground truths of {name}" for name, _, _ in _differing(*benchmarks)]
     if unequal:
@@ -205,53 +192,49 @@ def compare(
     return {**result, "interval": INTERVAL, "first": results[0], "second": results[1]}
 
 
-def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def _differing(first: dict, second: dict) -> list[tuple]:
     """Returns the names under which two mappings have other values, with both."""
     pairs = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
     return [(name, a, b) for name, a, b in pairs if a != b]
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: dict) -> str:
     """Returns a run's report as a Markdown page (docs/evaluation.md), or a comparison after the reports of both
     runs."""
     sign = "" if "run" in result else "+z"  # of the figures of a comparison
-    digits_of_shares = 2 if sign else 1
-    rows = []
-    means = {
+    names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
+    labels = {
+        **result["benchmarks"],
         "mean over benchmarks": result["mean"],
         "mean weighted by problems": result["weighted_mean"],
     }
-    names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
-    for label, row in (result["benchmarks"] | means).items():
-        rows.append([shown(label), row.get("problems", "")])
+    rows = []
+    for label, row in labels.items():
+        cells = [shown(label), row.get("problems", "")]
         for name in names:
-            scale = 1 if name == "tokens" else 100
-            digits = 0 if name == "tokens" else digits_of_shares
+            scale = 100
+            digits = 2 if sign else 1
+            if name == "tokens":
+                scale = 1
+                digits = 0
+            figure = row[name]
             value, low, high = (
-                f"{scale * row[name][key]:{sign}.{digits}f}" for key in ("value", "low", "high")
+                f"{scale * figure[key]:{sign}.{digits}f}" for key in ("value", "low", "high")
             )
             # Of a difference also the share of resamples in which B is above A.
-            share = f", {row[name]['above_zero']:.1%}" if sign else ""
-            rows[-1].append(f"{value} [{low}, {high}]{share}")
-    head = [
-        "benchmark",
-        "problems",
-        *(name if name == "tokens" else f"{name}, %" for name in names),
-    ]
-    lines = "\n".join(table(head, rows, right=1))
+            share = f", {figure['above_zero']:.1%}" if sign else ""
+            cells.append(f"{value} [{low}, {high}]{share}")
+        rows.append(cells)
+    units = [name if name == "tokens" else f"{name}, %" for name in names]
+    lines = "\n".join(table(["benchmark", "problems", *units], rows, right=1))
     if sign:
         a = result["first"]
         b = result["second"]
         return f"{page(a)}\n{page(b)}\n# B (`{shown(b['folder'])}`) minus A (`{shown(a['folder'])}`)\n\n{lines}\n"
-    settings = result["run"] | result["run"]["sampling"]
+    settings = {**result["run"], **result["run"]["sampling"]}
     settings["mean tokens of responses with a box"] = f"{result['mean']['tokens_of_answered']:.0f}"
-    settings |= (
-        pd.DataFrame(result["benchmarks"].values())
-        .filter(like="no_verdict")
-        .sum()
-        .astype(int)
-        .to_dict()
-    )
+    counts = pd.DataFrame(result["benchmarks"].values()).filter(like="no_verdict").sum()
+    settings.update(counts.astype(int))
     listed = [
         shown(f"{name} {value}") for name, value in settings.items() if not isinstance(value, dict)
     ]

@@ -5,8 +5,6 @@ But logits may depend on the batch in their last bits: with vLLM 0.28 on a CPU, 
 a batch, float32 the same. So a CPU computes in float32.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -18,7 +16,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal, TextIO, TypeVar
+from typing import Annotated, Any, Literal, TextIO
 
 import pandas as pd
 import torch
@@ -59,25 +57,17 @@ class Sample(Key):
     text: str
 
 
-class FsdpConfig(Record):
-    """verl's ``fsdp_config.json``."""
-
-    world_size: Count
-
-
 KEY = list(Key.model_fields)
-Checked = TypeVar("Checked", bound=Record)
 
 
-def checked(kind: type[Checked], record: Any) -> Checked:
-    """Returns a record of a file; ValueError names what is missing or has another type."""
+def check(kind: type[Record], record: Any) -> None:
+    """ValueError: a record of a file lacks something, which the message names, or has it in another type."""
     try:
-        return kind.model_validate(record)
+        kind.model_validate(record)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(
-            f"{'.'.join(map(str, first['loc'])) or 'the value'}: {first['msg']}"
-        ) from None
+        name = ".".join(map(str, first["loc"])) or "the value"
+        raise ValueError(f"{name}: {first['msg']}") from None
 
 
 def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
@@ -85,7 +75,8 @@ def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected")
     ``messages`` (the chat that asks for it) and ``gold``. ValueError for a benchmark that is not there or unusable."""
     tables = {}
     for name in names:
-        if not (file := data_dir / f"{name}{ENDINGS[prompt]}").is_file():
+        file = data_dir / f"{name}{ENDINGS[prompt]}"
+        if not file.is_file():
             make = f"bash scripts/prepare_data.sh --train none --benchmarks {','.join(names)} --prompt {prompt}"
             raise ValueError(
                 f"{data_dir} lacks {name}; make it with: {make} --output-dir {data_dir}"
@@ -101,10 +92,10 @@ def records(path: Path) -> Iterator[Any]:
     """Yields the values of a file of JSON lines, ``None`` for a line that has none."""
     with open_plain(path) as file:
         for line in file:
-            value = None
-            with suppress(ValueError):
-                value = read_json(line)
-            yield value
+            try:
+                yield read_json(line)
+            except ValueError:
+                yield None
 
 
 def read_samples(path: Path) -> pd.DataFrame:
@@ -113,47 +104,46 @@ def read_samples(path: Path) -> pd.DataFrame:
     samples = []
     for record in records(path):
         with suppress(ValueError):
-            checked(Sample, record)
+            check(Sample, record)
             samples.append(record)
-    return pd.DataFrame(
-        samples, columns=None if samples else list(Sample.model_fields)
-    ).drop_duplicates(KEY, ignore_index=True)
+    # Without samples there are the columns by which others are merged.
+    frame = pd.DataFrame(samples) if samples else pd.DataFrame(columns=list(Sample.model_fields))
+    return frame.drop_duplicates(KEY, ignore_index=True)
 
 
-def read_settings(path: Path) -> dict[str, Any] | None:
-    """Returns the settings with which a file of samples was begun; ``None``: its first line has none."""
-    first = next(records(path), None)
-    settings = first.get("settings") if isinstance(first, dict) else None
-    return settings if isinstance(settings, dict) else None
+def read_settings(path: Path) -> dict:
+    """Returns the settings with which a file of samples was begun; none where its first line has none."""
+    match next(records(path), None):
+        case {"settings": dict(settings)}:
+            return settings
+    return {}
 
 
-def open_samples(path: Path, settings: dict[str, Any]) -> TextIO:
-    """Open a file of samples to append to it. Its first line holds the settings of all; ValueError if they differ."""
+def open_samples(path: Path, settings: dict) -> TextIO:
+    """Open a file of samples to append to it. Its first line holds the settings of all; ValueError names those that
+    differ."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    begun = path.exists() and path.stat().st_size > 0
-    if begun:
-        refuse_other_settings(path, settings)
     file = path.open("a", encoding="utf-8")
-    # A kill may have cut off the last line, even within a character.
-    file.write("\n" if begun else json.dumps({"settings": settings}) + "\n")
-    return file
-
-
-def refuse_other_settings(path: Path, settings: dict[str, Any]) -> None:
-    """ValueError: a file of samples was begun with others, naming those that differ."""
+    if file.tell() == 0:
+        file.write(json.dumps({"settings": settings}) + "\n")
+        return file
     begun = read_settings(path)
-    if begun is None:
+    if not begun:
         raise ValueError(
             f"{path} does not begin with the settings of an evaluation; use another --output-dir"
         )
-    names = [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]
-    if names:
-        differing = "; ".join(
-            f"{name}: {begun.get(name)!r} there, {settings.get(name)!r} here" for name in names
-        )
+    differing = [
+        f"{name}: {begun.get(name)!r} there, {settings.get(name)!r} here"
+        for name in {**begun, **settings}
+        if begun.get(name) != settings.get(name)
+    ]
+    if differing:
         raise ValueError(
-            f"{path} was begun with other settings ({differing}); use those or another --output-dir"
+            f"{path} was begun with other settings ({'; '.join(differing)}); use those or another --output-dir"
         )
+    # A kill may have cut off the last line, even within a character.
+    file.write("\n")
+    return file
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
@@ -172,15 +162,16 @@ def resolve_model(model: str) -> tuple[Path, str]:
             "peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER) and "
             "AutoTokenizer.from_pretrained(ADAPTER).save_pretrained(FOLDER)"
         )
-    if not any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]):
+    safetensors = any(path.glob("*.safetensors"))
+    if not safetensors and not any(path.glob("pytorch_model*.bin")):
         raise ValueError(
             f"--model {model} is neither a model folder with weights nor a run's folder global_step_N"
         )
-    kind = "model.safetensors" if any(path.glob("*.safetensors")) else "pytorch_model.bin"
-    index = path / f"{kind}.index.json"
-    again = "fetch or copy the model again"
+    kind = "model.safetensors" if safetensors else "pytorch_model.bin"
     # Of weights in parts an index names them all: a broken download may lack some.
     if any(path.glob(kind.replace(".", "-*-of-*."))):
+        again = "fetch or copy the model again"
+        index = path / f"{kind}.index.json"
         refuse_missing(path, [index.name], again)
         refuse_missing(path, json.loads(index.read_bytes())["weight_map"].values(), again)
     files = sorted({file for pattern in FILES for file in path.glob(pattern)})
@@ -192,9 +183,9 @@ def resolve_model(model: str) -> tuple[Path, str]:
 def fetch(model: str) -> Path:
     """Returns the folder of a model on the hub, with its ``.bin`` files where it has no other weights."""
     path = Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns="*.bin"))
-    if any(path.glob("*.safetensors")):
-        return path
-    return Path(snapshot_download(model, allow_patterns=FILES))
+    if not any(path.glob("*.safetensors")):
+        snapshot_download(model, allow_patterns=FILES)
+    return path
 
 
 def refuse_missing(folder: Path, names: Iterable[str], remedy: str) -> None:
@@ -211,44 +202,30 @@ def merge(checkpoint: Path, merged: Path) -> Path:
     """
     another = "take another global_step_N, or copy it again"
     refuse_missing(checkpoint, ["fsdp_config.json", "huggingface/config.json"], another)
-    ranks = checked(
-        FsdpConfig, read_json((checkpoint / "fsdp_config.json").read_bytes())
-    ).world_size
+    ranks = json.loads((checkpoint / "fsdp_config.json").read_bytes())["world_size"]
     refuse_missing(
         checkpoint, [f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)], another
     )
-    statuses = {
-        str(file.relative_to(checkpoint)): file.stat()
-        for file in checkpoint.rglob("*")
-        if file.is_file()
-    }
-    files = {
-        name: [status.st_size, status.st_mtime_ns] for name, status in sorted(statuses.items())
-    }
+    files = {}
+    for file in sorted(checkpoint.rglob("*")):
+        if file.is_file():
+            files[str(file.relative_to(checkpoint))] = [
+                file.stat().st_size,
+                file.stat().st_mtime_ns,
+            ]
     source = json.dumps({"verl": version("verl"), "files": files})
+    stamp = merged / MERGED_FROM
     # A later start of the run writes the same global_step_N anew.
-    if (merged / MERGED_FROM).is_file() and (merged / MERGED_FROM).read_text(
-        encoding="utf-8"
-    ) == source:
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == source:
         return merged
     # In the folder's file system, so that it comes under its name at once, and whole.
     with TemporaryDirectory(dir=merged.parent) as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "verl.model_merger",
-            "merge",
-            "--backend",
-            "fsdp",
-            "--local_dir",
-            checkpoint,
-        ]
-        subprocess.run(
-            [*command, "--target_dir", target := Path(folder, "merged")], stdout=2, check=True
-        )
-        if (
-            target / "lora_adapter"
-        ).is_dir():  # beside base weights that verl 0.9.1 leaves as they were
+        target = Path(folder, "merged")
+        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+        command += ["--local_dir", str(checkpoint), "--target_dir", str(target)]
+        subprocess.run(command, stdout=2, check=True)
+        # verl 0.9.1 leaves the base weights beside an adapter as they were.
+        if (target / "lora_adapter").is_dir():
             add_adapter(target, checkpoint)
         (target / MERGED_FROM).write_text(source, encoding="utf-8")
         shutil.rmtree(merged, ignore_errors=True)
@@ -294,77 +271,69 @@ def start_engine(
     model: Path, longest: int, tensor_parallel_size: int, *, prefix_cache: bool = False
 ) -> Any:
     """Load the model into vLLM's engine, or into as many as the GPUs allow, for ``longest`` tokens with the prompt."""
-    os.environ.setdefault(
-        "VLLM_LOGGING_LEVEL", "ERROR"
-    )  # its warnings are about the choices made here
-    os.environ.setdefault(
-        "VLLM_USE_FLASHINFER_SAMPLER", "0"
-    )  # compiled at run time, often without an nvcc
-    engines = max(1, torch.cuda.device_count() // tensor_parallel_size)
-    options: dict[str, Any] = {
-        "tensor_parallel_size": tensor_parallel_size,
-        "data_parallel_size": engines,
-    }
-    # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
-    options["max_model_len"] = longest
-    options["enable_prefix_caching"] = prefix_cache
-    options["disable_log_stats"] = True
+    # Its warnings are about the choices made here; its sampler is compiled at run time, often without an nvcc.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    options: dict = {}
     if "cpu" in version("vllm"):
         from verl_cpu import environment
 
         environment.apply_defaults()
         # A prompt read in pieces draws random numbers that vLLM gives back, which a CPU cannot ("CPU Generator does not
         # use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28). Compiling takes longer than it saves.
-        options["enable_chunked_prefill"] = False
-        options["max_num_batched_tokens"] = max(longest, 4096)
-        options["dtype"] = "float32"
-        options["enforce_eager"] = True
-        options["distributed_executor_backend"] = "uni"
+        options.update(
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(longest, 4096),
+            dtype="float32",
+            enforce_eager=True,
+            distributed_executor_backend="uni",
+        )
     from vllm import AsyncEngineArgs, AsyncLLMEngine
 
-    return AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=str(model), **options))
+    arguments = AsyncEngineArgs(
+        model=str(model),
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=max(1, torch.cuda.device_count() // tensor_parallel_size),
+        max_model_len=longest,
+        # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
+        enable_prefix_caching=prefix_cache,
+        disable_log_stats=True,
+        **options,
+    )
+    return AsyncLLMEngine.from_engine_args(arguments)
 
 
 async def draw(
-    start: Callable, samples: pd.DataFrame, sampling: dict[str, Any], tokenizer: Any, file: TextIO
+    start: Callable, samples: pd.DataFrame, sampling: dict, tokenizer: Any, file: TextIO
 ) -> None:
     """Start the engine and draw samples, of which :data:`KEY` and ``prompt_ids`` are given, each into ``file`` at once."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
-    # vLLM would load its own tokenizer
     options["output_kind"] = RequestOutputKind.FINAL_ONLY
-    options["detokenize"] = False
+    options["detokenize"] = False  # vLLM would load its own tokenizer
     SamplingParams(**options)  # refuses what makes no sense, before the engine starts
     engine = start()
 
-    async def draw_one(sample: dict[str, Any]) -> None:
+    async def draw_one(sample: dict) -> None:
         name = "/".join(str(sample[part]) for part in KEY[:3])
         seed = int(hashlib.sha256(f"{sampling['seed']}/{name}".encode()).hexdigest()[:16], 16) >> 1
-        parameters = SamplingParams(**options, seed=seed)
         prompt = {"prompt_token_ids": sample["prompt_ids"]}
-        async for output in engine.generate(prompt, parameters, name):
+        async for output in engine.generate(prompt, SamplingParams(**options, seed=seed), name):
             final = output.outputs[0]
         if final.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended sample {name} with {final.finish_reason!r}")
-        text = tokenizer.decode(
+        drawn = {part: sample[part] for part in KEY}
+        drawn["seed"] = seed
+        drawn["tokens"] = len(final.token_ids)
+        drawn["finish_reason"] = final.finish_reason
+        drawn["text"] = tokenizer.decode(
             final.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        drawn = {
-            "seed": seed,
-            "tokens": len(final.token_ids),
-            "finish_reason": final.finish_reason,
-            "text": text,
-        }
-        print(
-            json.dumps({part: sample[part] for part in KEY} | drawn, ensure_ascii=False),
-            file=file,
-            flush=True,
-        )
+        print(json.dumps(drawn, ensure_ascii=False), file=file, flush=True)
 
+    records = samples.to_dict("records")
     try:
-        await tqdm.gather(
-            *map(draw_one, samples.to_dict("records")), desc="sampling", unit=" samples"
-        )
+        await tqdm.gather(*map(draw_one, records), desc="sampling", unit=" samples")
     finally:
         engine.shutdown()

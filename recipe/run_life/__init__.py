@@ -6,8 +6,6 @@ define a run are stored beside its checkpoints and its token dump, and compared 
 ``recipe.verl_start``. See docs/fault_tolerance.md.
 """
 
-from __future__ import annotations
-
 import atexit
 import fnmatch
 import glob
@@ -20,7 +18,9 @@ import shutil
 import signal
 import sys
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +33,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from grail_advantage import __version__
 from grail_advantage.dump import read_dump, write_whole
 from grail_advantage.locks import hold
-from grail_advantage.text_io import open_plain, visible
+from grail_advantage.text_io import open_plain, read_bytes, read_json, visible
 from grail_advantage.verl_ext.patches import STARTS, entry_is_wrapped
 from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MODEL, PACKED, Settings
 from recipe.rules import check_settings, check_trl
@@ -63,6 +63,9 @@ reward.num_workers *.agent.num_workers data.filter_overlong_prompts_workers *.po
 None moves the order of data, nor the gradient, but for ``trainer.total_*`` under a learning rate that is not
 constant."""
 _may_change = re.compile("|".join(map(fnmatch.translate, MAY_CHANGE.split()))).match
+WHOLE = 2**30
+PART = 2**20
+"""Bytes of the largest file that is read as a whole, and of the beginning and the end of a larger one."""
 _BY = {"grail_advantage": __version__, "verl": version("verl")}
 _ANOTHER = (
     "choose another trainer.experiment_name (EXPERIMENT_NAME or OUTPUT_DIR of the launch scripts)"
@@ -103,11 +106,7 @@ def _step(path: Path) -> int:
 
 def definition(run: Settings) -> dict[str, Any]:
     """Returns the options that define a run, with dots in their names, as JSON holds them."""
-    defining = {
-        name: _last_part(value)
-        for name, value in _flat(run.config).items()
-        if not _may_change(name)
-    }
+    defining = {name: _last_part(value) for name, value in _defining(run)}
     # As it is read back from the file, where a tuple is a list.
     return json.loads(json.dumps(defining, default=str))
 
@@ -116,17 +115,12 @@ def contents(run: Settings) -> dict[str, str]:
     """Returns a digest of what lies at each path that a defining option names, such as the data, a reward function in a
     file or the model: a path says nothing of a file that was written anew."""
     digests = {}
-    for name, value in _flat(run.config).items():
+    for name, value in _defining(run):
         for path in value if isinstance(value, list) else [value]:
-            if isinstance(path, str) and "/" in path and not _may_change(name):
+            if isinstance(path, str) and "/" in path:
                 with suppress(OSError, ValueError):  # there is none, or no plain file
                     digests[f"{name} ({Path(path).name})"] = _digest(Path(path).expanduser())
     return digests
-
-
-WHOLE = 2**30
-PART = 2**20
-"""Bytes of the largest file that is read as a whole, and of the beginning and the end of a larger one."""
 
 
 def _digest(path: Path) -> str:
@@ -134,36 +128,38 @@ def _digest(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=8)
     files = [path]
     if path.is_dir():
-        files = sorted(
-            file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")
-        )
+        files = [file for file in sorted(path.glob("[!.]*")) if file.is_file()]
         digest.update(repr([file.name for file in files]).encode())
     for file in files:
         with open_plain(file) as content:
-            size = os.fstat(content.fileno()).st_size
+            size = file.stat().st_size
             digest.update(f"{size} ".encode())
             if size <= WHOLE:
                 digest.update(hashlib.file_digest(content, "blake2b").digest())
-            else:
-                # Weights of many GB, read whole, would hold up each start.
-                digest.update(content.read(PART))
-                content.seek(-PART, os.SEEK_END)
-                digest.update(content.read(PART))
+                continue
+            # Weights of many GB, read whole, would hold up each start.
+            digest.update(content.read(PART))
+            content.seek(-PART, os.SEEK_END)
+            digest.update(content.read(PART))
     return digest.hexdigest()
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
+def _defining(run: Settings) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in options(run.config) if not _may_change(name)]
+
+
+def options(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the options of a configuration, with dots in their names."""
     if not isinstance(value, dict) or not value:
-        return {name: value}
-    options = {}
+        yield name, value
+        return
     for key, inner in value.items():
-        options.update(_flat(inner, f"{name}.{key}".lstrip(".")))
-    return options
+        yield from options(inner, f"{name}.{key}".lstrip("."))
 
 
 def _last_part(value: Any) -> Any:
     if isinstance(value, list):
-        return [_last_part(element) for element in value]
+        return list(map(_last_part, value))
     # The same files in another folder are the same run; contents() sees others of the same name.
     return Path(value).name if str(value).startswith("/") else value
 
@@ -179,14 +175,13 @@ def check_run(run: Settings) -> None:
     # The check of scripts/train_cpu.sh, which then moves the folder away; the run itself finds none.
     moves_away = os.environ.get("FRESH") == "1" and os.environ.get("DRY_RUN") == "1"
     for option, folder in _folders(run).items():
-        has_files = (
-            read_dump(folder).files if option == DUMP_FOLDER else any(folder.glob("global_step_*"))
-        )
-        if has_files and not moves_away and (lines := _differing(run, _stored(folder))):
+        files = any(folder.glob("global_step_*"))
+        if option == DUMP_FOLDER:
+            files = read_dump(folder).files
+        if files and not moves_away and (lines := _differing(run, _stored(folder))):
             heading = f"{option}={folder} holds the files of another run:"
-            raise ValueError(
-                "\n".join([heading, *lines, f"{_ANOTHER}, put the settings back, {_FRESH}"])
-            )
+            remedy = f"{_ANOTHER}, put the settings back, {_FRESH}"
+            raise ValueError("\n".join([heading, *lines, remedy]))
     if run[MODE] == "resume_path" and not Path(str(run["trainer.resume_from_path"])).is_dir():
         raise ValueError(
             f"{run.named('trainer.resume_from_path')} is no folder global_step_N; name one"
@@ -201,7 +196,7 @@ def _folders(run: Settings) -> dict[str, Path]:
     return folders
 
 
-def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
+def _differing(run: Settings, stored: dict) -> list[str]:
     """Returns the options that differ from those stored; of a definition by another version, only what both have."""
     then = stored.get("definition")
     now = definition(run)
@@ -211,9 +206,10 @@ def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
         return [f"  no {RUN_DEFINITION} that can be read says which"]
     # Another version may have options that this one lacks, and lack some that this one has.
     names = then.keys() | now.keys() if stored.get("by") == _BY else then.keys() & now.keys()
-    differing = [name for name in sorted(names) if then.get(name) != now.get(name)]
     lines = [
-        f"  {visible(name)}: {then.get(name)!r} there, {now.get(name)!r} here" for name in differing
+        f"  {visible(name)}: {then.get(name)!r} there, {now.get(name)!r} here"
+        for name in sorted(names)
+        if then.get(name) != now.get(name)
     ]
     digests = stored.get("contents")
     if isinstance(digests, dict):
@@ -224,10 +220,11 @@ def _differing(run: Settings, stored: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _stored(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads((folder / RUN_DEFINITION).read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
+def _stored(folder: Path) -> dict:
+    with suppress(OSError, ValueError):
+        content = read_json(read_bytes(folder / RUN_DEFINITION))
+        if isinstance(content, dict):
+            return content
     return {}
 
 
@@ -239,9 +236,10 @@ def begin_run(run: Settings, config: DictConfig) -> None:
         last.
     """
     for name in ("HOME", "TMPDIR"):
-        if not os.access(where := os.environ.get(name, "/tmp"), os.W_OK):
+        folder = os.environ.get(name, "/tmp")
+        if not os.access(folder, os.W_OK):
             raise ValueError(
-                f"{name}={where} cannot be written to; set it to a folder that you can write to"
+                f"{name}={folder} cannot be written to; set it to a folder that you can write to"
             )
     for option in ("data.train_files", "data.val_files"):
         for file in [run[option]] if isinstance(run[option], str) else run[option] or ():
@@ -249,22 +247,18 @@ def begin_run(run: Settings, config: DictConfig) -> None:
                 raise ValueError(
                     f"{option}={file} is missing; run bash scripts/prepare_data.sh, or set DATA_DIR"
                 )
-    folder = Path(run[FOLDER])
-    hold(folder, _ANOTHER, FOLDER)
-    _end_if_finished(run, folder)
-    name = _stored(folder).get("run")
+    checkpoints = Path(run[FOLDER])
+    hold(checkpoints, _ANOTHER, FOLDER)
+    _end_if_finished(run, checkpoints)
+    name = _stored(checkpoints).get("run")
     if not (isinstance(name, str) and name.isalnum()):
         name = uuid.uuid4().hex
     store_definition(run, name)
     if "WANDB_RUN_ID" not in os.environ:  # one run of wandb's for all starts
-        OmegaConf.update(
-            config,
-            f"{RUNTIME}.env_vars",
-            {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"},
-            force_add=True,
-        )
-    if (executable := shlex.quote(sys.executable)) != sys.executable:  # Ray hands it to a shell
-        OmegaConf.update(config, f"{RUNTIME}.py_executable", executable, force_add=True)
+        _set(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"})
+    executable = shlex.quote(sys.executable)
+    if executable != sys.executable:  # Ray hands it to a shell
+        _set(config, f"{RUNTIME}.py_executable", executable)
     if not any(map(find_spec, FLASH_ATTENTION)):
         _go_without_flash_attn(run, config)
     if os.environ.get("VERL_PLATFORM") == "cpu":
@@ -278,6 +272,9 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     atexit.register(signal.alarm, 0)
 
 
+_set = partial(OmegaConf.update, force_add=True)
+
+
 def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
     """Have each process that loads the model import :mod:`recipe.without_flash_attn`, and the model take the attention
     of torch, unless it is configured."""
@@ -286,11 +283,11 @@ def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
             "without flash-attn verl takes log-probabilities token by token; install it (scripts/setup_gpu.sh), or "
             "what computes them in few calls: pip install --no-deps -e packages/verl-cpu"
         )
-    libraries = OmegaConf.select(config, LIBRARIES) or []
+    libraries = run[LIBRARIES] or []
     if isinstance(libraries, str):
         libraries = [libraries]
-    OmegaConf.update(config, LIBRARIES, [*libraries, "recipe.without_flash_attn"], force_add=True)
-    if OmegaConf.select(config, ATTENTION) is not None:
+    _set(config, LIBRARIES, [*libraries, "recipe.without_flash_attn"])
+    if run[ATTENTION] is not None:
         return
     if run.sequence_parallel_size > 1:
         raise ValueError(
@@ -300,18 +297,18 @@ def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
     attention = "torch_varlen" if run[PACKED] else "sdpa"
     print(f"flash-attn is not installed: {ATTENTION}={attention} (docs/gpu.md)", file=sys.stderr)
     # The checkpoints' config.json, which other programs read, has what is in model_config alone.
-    configured = OmegaConf.to_container(config.actor_rollout_ref.model).get("override_config") or {}
+    option = f"{MODEL}.override_config"
+    configured = run[option] or {}
     override = {"model_config": configured, **configured, "attn_implementation": attention}
-    OmegaConf.update(config, f"{MODEL}.override_config", override, force_add=True, merge=False)
+    _set(config, option, override, merge=False)
 
 
 def store_definition(run: Settings, name: str) -> None:
     """Write what defines a run, and its name, into each of its folders."""
     content = {"run": name, "by": _BY, "definition": definition(run), "contents": contents(run)}
     for folder in _folders(run).values():
-        with suppress(
-            OSError
-        ):  # the trainer's machine is another one, and says what cannot be written there
+        # The trainer's machine is another one, and says what cannot be written there.
+        with suppress(OSError):
             write_whole(folder / RUN_DEFINITION, json.dumps(content, indent=1))
 
 
@@ -325,21 +322,14 @@ def _end_if_finished(run: Settings, folder: Path) -> None:
         ) from error
     last = run["trainer.total_training_steps"]
     # A run that is finished may still be validated.
-    if (
-        start is not None
-        and last is not None
-        and _step(Path(start)) >= last
-        and not run["trainer.val_only"]
-    ):
-        longer = (
-            "raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts) to train longer"
-        )
-        print(
-            f"already finished: {start} is of the last step; {longer}, {_FRESH}",
-            file=sys.stderr,
-            flush=True,
-        )
-        sys.exit()
+    if start is None or last is None or _step(Path(start)) < last or run["trainer.val_only"]:
+        return
+    longer = (
+        "raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts) to train longer"
+    )
+    message = f"already finished: {start} is of the last step; {longer}, {_FRESH}"
+    print(message, file=sys.stderr, flush=True)
+    sys.exit()
 
 
 def register_trainers() -> None:

@@ -9,8 +9,6 @@ the samples of a step follow from the weights, ``rollout.seed`` and the step alo
 logits, which depends on what else is in a batch.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -4,8 +4,6 @@ verl's keys of responses are random, and its responses are in the order in which
 twice; here keys go by step and prompt, responses by their keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,13 +31,10 @@ class KeptRun:
 
     def init(self) -> None:
         spaces = ("transfer_queue", ray.get_runtime_context().namespace)
-        actors = [
-            actor
-            for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["namespace"] in spaces
-        ]
         self._queue = [
-            ray.get_actor(**actor) for actor in actors if actor["name"].startswith("TransferQueue")
+            ray.get_actor(**actor)
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] in spaces and actor["name"].startswith("TransferQueue")
         ]
         self.watch = Watch(self._held_actors, self._engines)
         with self.watch.guard():
@@ -63,14 +58,14 @@ class KeptRun:
 
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
+        step, first = self._fetched
         # A step that fetches again goes on counting, so that no two prompts have one name.
-        step, count = (
-            self._fetched if self._fetched[0] == self.global_steps else (self.global_steps, 0)
-        )
-        self._fetched = step, count + len(batch)
-        tu.assign_non_tensor_stack(
-            batch, "uid", [f"{step:06d}-{count + i:05d}" for i in range(len(batch))]
-        )
+        if step != self.global_steps:
+            first = 0
+        end = first + len(batch)
+        self._fetched = self.global_steps, end
+        names = [f"{self.global_steps:06d}-{place:05d}" for place in range(first, end)]
+        tu.assign_non_tensor_stack(batch, "uid", names)
         return batch
 
     def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
@@ -82,29 +77,25 @@ class KeptRun:
 
     def _held_actors(self) -> list[ActorHandle]:
         """Returns the actors without which no step ends; those of a user are not among them."""
-        groups = (
-            getattr(self, name, None) for name in ("actor_rollout_wg", "critic_wg", "ref_policy_wg")
-        )
-        actors = [actor for group in groups if group is not None for actor in group.workers]
-        actors += [
-            actor for replica in self._replicas() for actor in (*replica.workers, *replica.servers)
-        ]
+        actors = list(self._queue)
+        for name in ("actor_rollout_wg", "critic_wg", "ref_policy_wg"):
+            actors += getattr(getattr(self, name, None), "workers", [])
+        for manager in self._rollout_server_managers():
+            for replica in manager.get_replicas():
+                actors += [*replica.workers, *replica.servers]
         for name in ("reward_loop", "agent_loop"):
             actors += getattr(getattr(self, f"{name}_manager", None), f"{name}_workers", [])
-        return list(dict.fromkeys([*actors, *self._queue]))
-
-    def _replicas(self) -> list[Any]:
-        return [
-            replica
-            for manager in self._rollout_server_managers()
-            for replica in manager.get_replicas()
-        ]
+        return list(dict.fromkeys(actors))
 
     def _engines(self) -> list[str]:
         """Returns the addresses of vLLM's servers."""
         if self.config.actor_rollout_ref.rollout.name != "vllm":
             return []
-        return [replica.server_address for replica in self._replicas()]
+        return [
+            replica.server_address
+            for manager in self._rollout_server_managers()
+            for replica in manager.get_replicas()
+        ]
 
 
 @contextmanager

@@ -6,8 +6,6 @@ while an actor is busy and fails as soon as it is dead, with Ray's own account o
 are processes that Ray does not know, so their servers' ``/health`` is asked too.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import signal
@@ -49,11 +47,10 @@ class Watch:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Within, an error that a death explains is raised as :class:`RunEnded`. For the process's main thread."""
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a shell has its background jobs ignore it
+        # A shell has its background jobs ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         over = threading.Event()
-        deaths = list[str]()
+        deaths: list[str] = []
         threading.Thread(target=self._run, args=(over, deaths), name="watch", daemon=True).start()
         try:
             yield
@@ -73,31 +70,29 @@ class Watch:
     def _run(self, over: threading.Event, deaths: list[str]) -> None:
         while not deaths and not over.wait(INTERVAL):
             deaths += self.deaths()
-        if not over.is_set():
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            if not over.wait(
-                INTERRUPT_SECONDS
-            ):  # the trainer does not hear; Ray shows the driver what is printed here
-                print(HEADLINE, *deaths, sep="\n\n", file=sys.stderr, flush=True)
-                time.sleep(NOTICE_SECONDS)  # Ray looks at what was printed now and then
-                os._exit(1)
+        if over.is_set():
+            return
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        # The trainer may not hear; Ray shows the driver what is printed here, as it looks now and then.
+        if not over.wait(INTERRUPT_SECONDS):
+            print(HEADLINE, *deaths, sep="\n\n", file=sys.stderr, flush=True)
+            time.sleep(NOTICE_SECONDS)
+            os._exit(1)
 
     def deaths(self) -> list[str]:
         """Returns texts on the actors held now that died, Ray's own, and on the engines that did."""
         dead = []
-        with suppress(
-            Exception
-        ):  # Ray's control service is away; if it stays away, Ray ends this process
+        # Ray's control service may be away; if it stays away, Ray ends this process.
+        with suppress(Exception):
             # One question waits at each actor; those that the trainer has let go are asked no more.
             self._asked = {
                 actor: self._asked.get(actor) or actor.__ray_ready__.remote()
                 for actor in self._held()
             }
             answers = list(self._asked.values())
-            answered = (
-                ray.wait(answers, num_returns=len(answers), timeout=SECONDS)[0] if answers else []
-            )
-            for actor in [actor for actor, answer in self._asked.items() if answer in answered]:
+            if answers:
+                answers, _ = ray.wait(answers, num_returns=len(answers), timeout=SECONDS)
+            for actor in [actor for actor, answer in self._asked.items() if answer in answers]:
                 try:
                     ray.get(self._asked.pop(actor))
                 except ActorDiedError as error:
@@ -105,9 +100,8 @@ class Watch:
                 except RayError:  # it is out of reach for now
                     pass
             for address in self._engines():
-                self._refused[address] = (
-                    self._refused.get(address, 0) + 1 if refuses(address) else 0
-                )
+                refusals = self._refused.get(address, 0) + 1
+                self._refused[address] = refusals if refuses(address) else 0
                 if self._refused[address] >= REFUSALS:
                     dead.append(
                         f"vLLM's server on {address} says that its engine is dead, or takes no connection"
@@ -118,9 +112,8 @@ class Watch:
 def refuses(address: str) -> bool:
     """Returns whether the server at ``host:port`` says that its engine is dead, or is gone itself."""
     host, _, port = address.rpartition(":")
-    with closing(
-        http.client.HTTPConnection(host.strip("[]"), int(port), timeout=SECONDS)
-    ) as connection:
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=SECONDS)
+    with closing(connection):
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == http.client.SERVICE_UNAVAILABLE

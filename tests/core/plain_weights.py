@@ -113,9 +113,8 @@ def part(share: float, count: int) -> int:
 
 def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
     """Places of the highest scores, of equal ones the first."""
-    order = sorted(
-        range(len(places)), key=lambda index: -scores[index]
-    )  # which keeps the order of equal ones
+    # Which keeps the order of equal ones
+    order = sorted(range(len(places)), key=lambda index: -scores[index])
     return [places[index] for index in order[:count]]
 
 
@@ -366,9 +365,8 @@ def steer(
         return [row.ones() for row in rows]
 
     def weight(row: Row, index: int) -> float:
-        share = (change(row, index) - least) / (
-            largest - least
-        )  # exactly 1 for the largest, whose weight may be 0
+        # Exactly 1 for the largest, whose weight may be 0
+        share = (change(row, index) - least) / (largest - least)
         return highest + (lowest - highest) * share
 
     return each_token(rows, weight, normalize_mass)

@@ -116,9 +116,8 @@ def test_every_kind_of_row() -> None:
 def test_each_tokenizer_has_its_own_table() -> None:
     """Tokenizers that die leave their ids, which later ones take over."""
     ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
-    for number in range(
-        20
-    ):  # the one before is still alive when the next is made, so that every other id is the same
+    # The one before is still alive when the next is made, so that every other id is the same
+    for number in range(20):
         tokenizer = real.char_tokenizer("\\boxed{1}" if number % 3 else "\\boxed}1{")
         assert (find_answer_span(ids, tokenizer) is None) == (number % 3 == 0)
 

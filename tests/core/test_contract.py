@@ -366,9 +366,8 @@ OTHERS = [
 @weighing
 def test_nan_logits_in_one_row(name: str) -> None:
     """Of a prompt with two more responses, so that a method that compares the responses of a prompt has others to compare."""
-    model = tiny_model(
-        layers=2
-    )  # untied, so that one broken embedding touches only the responses that read it
+    # Untied, so that one broken embedding touches only the responses that read it
+    model = tiny_model(layers=2)
     with torch.no_grad():
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
 
@@ -382,9 +381,8 @@ def test_nan_logits_in_one_row(name: str) -> None:
     broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
     weights, figures = weigh(broken)
     assert set(weights[0]) == {READS_NO_NUMBERS.get(name, 1.0)}
-    close(
-        weights[1:], weigh(replace(broken, response="", advantage=0.0))[0][1:]
-    )  # without its tokens in the batch
+    # Without its tokens in the batch
+    close(weights[1:], weigh(replace(broken, response="", advantage=0.0))[0][1:])
     assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)
 
 
@@ -469,9 +467,8 @@ def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) ->
         kinds = schema.get("anyOf", [schema])
         bad: list[Any] = [object(), math.nan, math.inf]
         bad += ["1.0"] * all(kind.get("type") != "string" for kind in kinds)
-        bad += [True] * all(
-            kind.get("type") != "boolean" and "enum" not in kind for kind in kinds
-        )  # True is 1
+        # True is 1
+        bad += [True] * all(kind.get("type") != "boolean" and "enum" not in kind for kind in kinds)
         for kind in kinds:
             bad += [
                 kind[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in kind

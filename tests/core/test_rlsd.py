@@ -253,9 +253,8 @@ def test_rebuilt_prompt(chat: str) -> None:
     assert rebuilt(chat, gold)[1] == f"{opening}{QUESTION}\n\n{request}{ending}"
     request = SHORT.replace("{privileged}", "51")
     text = rebuilt(chat, "51", [{"role": "system", "content": BRIEF}, ASKED], request=SHORT)[1]
-    user = opening.splitlines(keepends=True)[
-        -1
-    ]  # the base model's system message is in place of its preamble
+    # The base model's system message is in place of its preamble
+    user = opening.splitlines(keepends=True)[-1]
     assert text == f"{system}{user}{QUESTION}\n\n{request}{ending}"
     turns = [
         ASKED,

@@ -91,9 +91,8 @@ def test_distances_go_towards_exact_transport() -> None:
         assert distance.dtype == torch.float64 and (off <= 1e-5).all()
         assert (gap >= -1e-4).all() and (gap <= epsilon * torch.tensor(entropy_bounds) + 1e-4).all()
         gaps.append(gap.sum().item())
-    assert (
-        gaps == sorted(gaps, reverse=True) and gaps[0] > 1
-    )  # so that the closeness below is epsilon's doing
+    # So that the closeness below is epsilon's doing
+    assert gaps == sorted(gaps, reverse=True) and gaps[0] > 1
     assert distance.tolist() == pytest.approx(best, rel=1e-3)
 
 

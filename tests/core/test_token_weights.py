@@ -182,9 +182,8 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str) ->
         [not_scored[0], rollout, *not_scored[1:], dataclasses.replace(rollout, advantage=0.0)],
         "both",
     )
-    compute(
-        model, batch, Grail("official", target=target)
-    )  # after which the model's positions are known
+    # After which the model's positions are known
+    compute(model, batch, Grail("official", target=target))
     with watch_inputs(model.model.embed_tokens) as embedded, watch_inputs(model.lm_head) as headed:
         compute(model, batch, Grail("official", target=target))
     last_target = rollout.response.index(last)

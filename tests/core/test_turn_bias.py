@@ -195,9 +195,8 @@ def turn_advantages(
             ]
         },
     )
-    scores_BT = method.scores(rollouts, None).nan_to_num(
-        0.0
-    )  # as the hosts: what has none trains nothing
+    # As the hosts: what has none trains nothing
+    scores_BT = method.scores(rollouts, None).nan_to_num(0.0)
     of_turns_BK = torch.zeros(count, TURNS, dtype=torch.float64)
     for row, steps in enumerate(responses):
         cut = steps[-1] in SAYS  # the last call has no answer

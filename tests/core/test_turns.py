@@ -308,9 +308,8 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
         )
     rows[-1].outcome = talk.outcome
     for at in cuts:
-        talk.replies[at - 1] = (
-            f"{id(talk)} {at}"  # no other turn begins like the first of a further row
-        )
+        # No other turn begins like the first of a further row
+        talk.replies[at - 1] = f"{id(talk)} {at}"
     return rows
 
 

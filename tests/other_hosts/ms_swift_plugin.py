@@ -14,9 +14,8 @@ from swift.trainers.trainer_factory import TrainerFactory
 
 from verl_cpu.tiny.task import boxed_answer
 
-FIRST_FAULT = (
-    2  # the step from which one advantage a response reaches the loss, which a receipt must find
-)
+# The step from which one advantage a response reaches the loss, which a receipt must find
+FIRST_FAULT = 2
 module, name = TrainerFactory.TRAINER_MAPPING["grpo"].rsplit(".", 1)
 TokenWeightGRPOTrainer: Any = getattr(importlib.import_module(module), name)
 

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-FIRST_FAULT = (
-    2  # the step from which one advantage a response reaches the loss, which a receipt must find
-)
+# The step from which one advantage a response reaches the loss, which a receipt must find
+FIRST_FAULT = 2
 
 
 def stub(name: str, **members: Any) -> None:
@@ -47,9 +46,8 @@ def patch_process() -> None:
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: torch.device("cpu")
     for name in ("set_device", "synchronize", "empty_cache"):
-        setattr(
-            torch.cuda, name, lambda *_: None
-        )  # each its own, by which torch's compiler tells them apart
+        # Each its own, by which torch's compiler tells them apart
+        setattr(torch.cuda, name, lambda *_: None)
     init_device_mesh = device_mesh.init_device_mesh
     device_mesh.init_device_mesh = lambda kind, *rest, **named: init_device_mesh(
         "cpu", *rest, **named
@@ -219,8 +217,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.other_hosts import (
-        openrlhf_cpu,
-    )  # by a name under which other processes find its classes
+    # By a name under which other processes find its classes
+    from tests.other_hosts import openrlhf_cpu
 
     openrlhf_cpu.main()

@@ -1,8 +1,6 @@
 r"""Checks of ground truths: does the reward function take each for itself, as plain numbers are spelt, and not for a
 near miss? ``10,080`` has to accept ``10{,}080`` and refuse ``10,081``; otherwise it cannot be rewarded as it should."""
 
-from __future__ import annotations
-
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,25 +14,28 @@ _NUMBER = re.compile(r"-?[0-9]{1,3}(?:,?[0-9]{3})+(?:\.[0-9]+)?")
 
 def faults(gold: str) -> list[str]:
     """The reasons why a ground truth is not judged as it should be; none if it is."""
-    texts = {gold: 1.0, f" {gold} ": 1.0, f"${gold}$": 1.0}
+    texts = dict.fromkeys([gold, f" {gold} ", f"${gold}$"], True)
     if _NUMBER.fullmatch(gold):
         integer, point, decimals = gold.replace(",", "").partition(".")
-        spelt = [f"{int(integer):,}".replace(",", mark) for mark in ("", ",", "{,}", "\\,")]
-        texts |= {text + point + decimals: 1.0 for text in spelt}
-    if match := re.fullmatch("(.*)([0-9])([^0-9]*)", gold, re.DOTALL):  # another last digit
-        texts[f"{match[1]}{(int(match[2]) + 1) % 10}{match[3]}"] = 0.0
-    scores = {text: compute_score("", f"\\boxed{{{text}}}", gold)["score"] for text in texts}
-    return [
-        f"{'refuses' if expected else 'accepts'} {text!r}"
-        for text, expected in texts.items()
-        if scores[text] != expected
-    ]
+        # 10080, 10,080, 10{,}080 and 10\,080 are one number.
+        for mark in ("", ",", "{,}", "\\,"):
+            texts[f"{int(integer):,}".replace(",", mark) + point + decimals] = True
+    if match := re.fullmatch("(.*)([0-9])([^0-9]*)", gold, re.DOTALL):
+        # Another last digit.
+        texts[f"{match[1]}{(int(match[2]) + 1) % 10}{match[3]}"] = False
+    reasons = []
+    for text, expected in texts.items():
+        if compute_score("", f"\\boxed{{{text}}}", gold)["score"] != expected:
+            reasons.append(f"{'refuses' if expected else 'accepts'} {text!r}")
+    return reasons
 
 
-if __name__ == "__main__":  # FILE of scripts/prepare_data.sh; in LaTeX each takes 0.1 s
-    golds = dict.fromkeys(
-        row["ground_truth"] for row in pq.read_table(sys.argv[1])["reward_model"].to_pylist()
-    )
-    with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
+# FILE is one of scripts/prepare_data.sh; a ground truth in LaTeX takes 0.1 s.
+if __name__ == "__main__":
+    rows = pq.read_table(sys.argv[1])["reward_model"].to_pylist()
+    golds = dict.fromkeys(row["ground_truth"] for row in rows)
+    # The verifier's own processes do the work.
+    with ThreadPoolExecutor(8) as executor:
         for gold, reasons in zip(golds, executor.map(faults, golds), strict=True):
-            print(*([f"{gold}: {', '.join(reasons)}\n"] if reasons else []), end="")
+            if reasons:
+                print(f"{gold}: {', '.join(reasons)}")

@@ -1,7 +1,5 @@
 """The agent task: its tool and rewards by hand, verl's own tool agent loop with the tiny tokenizer, and the model for it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import asdict
@@ -59,7 +57,13 @@ class Writer:
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
         self.asked.append(list(prompt_ids))
-        return TokenOutput(token_ids=(ids := next(self.turns)), log_probs=[-0.5] * len(ids))
+        ids = next(self.turns)
+        return TokenOutput(token_ids=ids, log_probs=[-0.5] * len(ids))
+
+
+def written(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The tokens of a turn, with the end token."""
+    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def run_loop(
@@ -71,26 +75,12 @@ def run_loop(
 ) -> tuple[Any, Writer]:
     """What verl's loop makes of a model that writes these turns, each with an end token; with this many parallel calls."""
     turns = {"format": "hermes", "max_assistant_turns": MAX_TURNS, "max_parallel_calls": calls}
-    overrides = [
-        f"actor_rollout_ref.rollout.multi_turn.{name}={value}" for name, value in turns.items()
-    ]
-    config = verls_on_cpu(
-        *overrides, "data.max_prompt_length=32", f"data.max_response_length={length}"
-    )
-    writer = Writer(
-        [
-            [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-            for text in texts
-        ]
-    )
-    arguments = {
-        "data_config": DictConfigWrap(config.data),
-        "dataset_cls": RLHFDataset,
-        "processor": None,
-    }
-    arguments["tools"] = ToolListWrap(
-        load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None)
-    )
+    overrides = ["data.max_prompt_length=32", f"data.max_response_length={length}"]
+    for name, value in turns.items():
+        overrides.append(f"actor_rollout_ref.rollout.multi_turn.{name}={value}")
+    config = verls_on_cpu(*overrides)
+    writer = Writer([written(tokenizer, text) for text in texts])
+    tools = load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None)
 
     async def run() -> Any:
         loop = loop_class(
@@ -98,7 +88,10 @@ def run_loop(
             server_manager=writer,
             tokenizer=tokenizer,
             hf_model_type="qwen3",
-            **arguments,
+            data_config=DictConfigWrap(config.data),
+            dataset_cls=RLHFDataset,
+            processor=None,
+            tools=ToolListWrap(tools),
         )
         return await loop.run({}, raw_prompt=[{"role": "user", "content": CHAIN.text}])
 
@@ -109,17 +102,12 @@ CONVERSATIONS = {
     "perfect": ([FIRST, SECOND, BOX], ["12", "9"], [1.0, 1.0, 1.0], 1.0),
     "a wrong step": ([FIRST, call_text("12-3=8"), BOX], ["12", "9"], [1.0, -1.0, 1.0], 0.0),
     "a guess": ([BOX], [], [1.0], 0.0),
-    "a call too many": (
-        [FIRST, SECOND, SECOND, BOX],
-        ["12", "9", "end"],
-        [1.0, 1.0, -1.0, 1.0],
-        0.0,
-    ),
     "no JSON": ([FIRST, "<tool_call>{12-3}</tool_call>"], ["12"], [1.0, 0.0], 0.0),
+    # The tool answers six calls too many with its end, and the eighth turn gets no reply.
     "never stops": (
-        [FIRST, SECOND, *[SECOND] * 6],
-        ["12", "9", *["end"] * 5],
-        [1.0, 1.0, *[-1.0] * 5, 0.0],
+        [FIRST] + [SECOND] * 7,
+        ["12", "9"] + ["end"] * 5,
+        [1.0, 1.0] + [-1.0] * 5 + [0.0],
         0.0,
     ),
 }
@@ -131,34 +119,32 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
     output, writer = run_loop(tokenizer, texts)
     ids: list[int] = []
     mask: list[int] = []
+    prompt = prompt_ids(tokenizer, CHAIN)
     for turn, text in enumerate(texts):
-        assert (
-            writer.asked[turn] == prompt_ids(tokenizer, CHAIN) + ids
-        )  # as the demonstrations have it
-        written = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        tools = reply_ids(tokenizer, replies[turn]) if turn < len(replies) else []
-        ids = ids + written + tools
-        mask = mask + [1] * len(written) + [0] * len(tools)
-    assert output.prompt_ids == prompt_ids(tokenizer, CHAIN)
-    assert (output.response_ids, output.response_mask) == (ids, mask)
+        # As the demonstrations have it.
+        assert writer.asked[turn] == prompt + ids
+        response = written(tokenizer, text)
+        reply = reply_ids(tokenizer, replies[turn]) if turn < len(replies) else []
+        ids += response + reply
+        # The reply is not the model's own.
+        mask += [1] * len(response) + [0] * len(reply)
+    assert (output.prompt_ids, output.response_ids, output.response_mask) == (prompt, ids, mask)
     extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
-    score = compute_score(
-        "", tokenizer.decode(output.response_ids, skip_special_tokens=True), "9", extra
-    )
-    assert score == {"score": sum(rewards), "acc": perfect, "turn_rewards": rewards}
+    text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
+    expected = {"score": sum(rewards), "acc": perfect, "turn_rewards": rewards}
+    assert compute_score("", text, "9", extra) == expected
 
 
 def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
     record = json.loads((AGENT_FOLDER / RECORD).read_text())
-    assert record["settings"] == asdict(AgentSettings()) and record["sha256"] == weights_digest(
-        AGENT_FOLDER
-    )
+    assert record["settings"] == asdict(AgentSettings())
+    assert record["sha256"] == weights_digest(AGENT_FOLDER)
     model, tokenizer = load_agent()
     assert model.config.vocab_size == len(tokenizer)
-    assert all(
-        torch.equal(value, value.bfloat16().float()) for value in model.state_dict().values()
-    )
+    for value in model.state_dict().values():
+        assert torch.equal(value, value.bfloat16().float())
     chosen = problems("validation", 64, seed=0)
+    # The model can do the task, and seldom does it when it samples.
     greedy = measure(model, tokenizer, chosen, temperature=0.0)
     sampled = measure(model, tokenizer, chosen)
     assert greedy["perfect"] > 0.5 and sampled["perfect"] < 0.2, "it can, and seldom does"

@@ -1,14 +1,14 @@
 """Data preparation: golden rows for every format, the published problems, odd rows, the hub."""
 
-from __future__ import annotations
-
-import csv
+import itertools
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,14 +29,19 @@ def golden(name: str) -> list[dict[str, Any]]:
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def run(folder: Path, name: str, lines: list[Any], *options: str) -> int:
+def run(folder: Path, name: str, lines: list, *options: str) -> int:
     """The command's status for one set, whose lines are rows or, to make broken ones, texts; into ``folder/out``."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / f"{name}.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
-    train = SPECS[name].split == "train"
-    which = ["--train", name if train else "none", "--benchmarks", "none" if train else name]
-    return main([*which, "--local-dir", str(folder), "--output-dir", str(folder / "out"), *options])
+    sets = ["--train", "none", "--benchmarks", name]
+    if SPECS[name].split == "train":
+        sets = ["--train", name, "--benchmarks", "none"]
+    return main([*sets, "--local-dir", str(folder), "--output-dir", str(folder / "out"), *options])
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return pq.read_table(file).to_pylist()
 
 
 def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> None:
@@ -44,42 +49,32 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
     sets = ["--train", "deepmath", "--benchmarks", "math500,aime24,amc23,minerva_math,gsm8k"]
     assert main(["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path), *sets]) == 0
     tables = {path.stem: pq.read_table(path) for path in tmp_path.glob("*.parquet")}
-    assert len(tables) == 6 and pa.concat_tables(tables.values()).num_rows == sum(
-        len(golden(name)) for name in tables
-    )
+    assert len(tables) == 6 and pa.concat_tables(tables.values())
     rows = {name: table.to_pylist() for name, table in tables.items()}
-    assert all(prepared == golden(name) for name, prepared in rows.items())
-    for name in (
-        "college_math",
-        "olympiadbench",
-    ):  # of which a file has the published problems alone
+    assert rows == {name: golden(name) for name in tables}
+    # Of the other two a file has the published problems alone, in their order.
+    for name in ("college_math", "olympiadbench"):
         lines = map(json.loads, (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
         rows[name] = [
             convert(SPECS[name], line) for line in lines if line.get("subject") != "Physics"
         ]
-        expected = [row | {"extra_info": row["extra_info"] | {"index": 0}} for row in golden(name)]
+        expected = golden(name)
+        for row in expected:
+            row["extra_info"]["index"] = 0
         assert sorted(map(repr, rows[name])) == sorted(map(repr, expected))
-    for name, row in ((name, row) for name, prepared in rows.items() for row in prepared):
+    for row in itertools.chain(*rows.values()):
         gold = row["reward_model"]["ground_truth"]
-        assert (
-            compute_score(name, f"{chr(92)}boxed{{{gold}}}", gold, row["extra_info"])["score"]
-            == 1.0
-        ), gold
+        assert compute_score("", f"\\boxed{{{gold}}}", gold)["score"] == 1.0, gold
 
 
 def test_gold_and_prompt() -> None:
-    golds = {"$2$ ": "$2$", -3.0: "-3", 0.125: "0.125", ("2", 3.0): "2, 3", r"\boxed{204}": "204"}
-    assert [
-        read_gold([*value] if isinstance(value, tuple) else value, "plain") for value in golds
-    ] == [*golds.values()]
-    content = (
-        f"Add $1$. Please reason step by step, and put your final answer within {chr(92)}boxed{{}}."
-    )
-    assert (
-        user_messages("  Add $1$.\n")
-        == user_messages(f"{content}\n")
-        == [{"role": "user", "content": content}]
-    )
+    assert read_gold(["2", 3.0], "plain") == "2, 3"
+    # Blanks around it go; a whole float loses its fraction.
+    golds = {"$2$ ": "$2$", -3.0: "-3", 0.125: "0.125", r"\boxed{204}": "204"}
+    assert {value: read_gold(value, "plain") for value in golds} == golds
+    content = "Add $1$. Please reason step by step, and put your final answer within \\boxed{}."
+    expected = [{"role": "user", "content": content}]
+    assert user_messages("  Add $1$.\n") == user_messages(f"{content}\n") == expected
 
 
 @pytest.mark.parametrize("name", ["college_math", "olympiadbench"])
@@ -87,45 +82,36 @@ def test_the_published_problems_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     ids = list(PUBLISHED_SUBSETS[name])
+    assert len(set(ids)) == 200
     rows = []
     for place, id in enumerate([*ids, "another", "one more"]):
-        named = dict(
-            zip(("data_source", "_", "question_number"), id.rpartition("/"), strict=True)
-        ) | {"id": id}
-        rows.append(named | {"question": f"Problem {place}?", SPECS[name].gold: "2"})
-    physics = [rows[3] | {"subject": "Physics"}] * (name == "olympiadbench")
-    assert (
-        len(set(ids)) == 200
-        and run(tmp_path, name, random.Random(0).sample(rows, len(rows)) + physics) == 0
-    )
-    assert (
-        f"200 rows, of {SPECS[name].rows} published, 0 dropped, {len(physics)} of"
-        in capsys.readouterr().out
-    )
-    assert [
-        row["extra_info"]["id"]
-        for row in pq.read_table(tmp_path / f"out/{name}.parquet").to_pylist()
-    ] == ids
+        # College-Math names a problem by its source and number, OlympiadBench by an id.
+        source, _, number = id.rpartition("/")
+        row = {"data_source": source, "question_number": number, "id": id, SPECS[name].gold: "2"}
+        rows.append({**row, "question": f"Problem {place}?"})
+    lines = random.Random(0).sample(rows, len(rows))
+    # Problems of physics are of another task.
+    physics = [{**rows[3], "subject": "Physics"}] * (name == "olympiadbench")
+    assert run(tmp_path, name, lines + physics) == 0
+    summary = f"200 rows, of {SPECS[name].rows} published, 0 dropped, {len(physics)} of"
+    assert summary in capsys.readouterr().out
+    prepared = rows_of(tmp_path / f"out/{name}.parquet")
+    assert [row["extra_info"]["id"] for row in prepared] == ids
+    # Without the eighth problem the set is refused.
     assert run(tmp_path, name, rows[:7] + rows[8:]) == 1
     assert f"such as {ids[7]}; take the full set ({SPECS[name].hub})" in capsys.readouterr().err
 
 
 def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
     """Its text is what Python makes of the published one, a plain string."""
-    as_read = " Please reason step by step, and put your final answer within \boxed{}."
-    problems = [{"problem": f"What is ${i} + 1$?", "answer": str(i + 1)} for i in range(2)]
+    suffix = " Please reason step by step, and put your final answer within \boxed{}."
+    problem = {"problem": "What is $1 + 1$?", "answer": "2"}
     for prompt in ("corrected", "published"):
-        assert run(tmp_path, "aime24", problems, "--prompt", prompt) == 0
-    ours, theirs = (
-        pq.read_table(tmp_path / f"out/aime24{name}.parquet").to_pylist()
-        for name in ("", "_published")
-    )
-    assert [row.pop("prompt")[0]["content"] for row in theirs] == [
-        f"What is ${i} + 1$?{as_read}" for i in range(2)
-    ]
-    assert [
-        {name: value for name, value in row.items() if name != "prompt"} for row in ours
-    ] == theirs
+        assert run(tmp_path, "aime24", [problem], "--prompt", prompt) == 0
+    (ours,) = rows_of(tmp_path / "out/aime24.parquet")
+    (theirs,) = rows_of(tmp_path / "out/aime24_published.parquet")
+    assert theirs["prompt"][0]["content"] == problem["problem"] + suffix
+    assert {**ours, "prompt": theirs["prompt"]} == theirs
 
 
 @pytest.mark.parametrize(
@@ -143,17 +129,20 @@ def test_a_bad_row_is_dropped(
 
 
 def test_the_training_split_is_no_benchmark(tmp_path: Path) -> None:
-    for name, file in (("gsm8k", "gsm8k_train.jsonl"), ("deepmath", "deepmath_test.jsonl")):
+    """Nor is a benchmark a training set; a file without a split in its name is read before one with it."""
+    files = (
+        ("gsm8k", "gsm8k_train.jsonl", False),
+        ("deepmath", "deepmath_test.jsonl", False),
+        ("gsm8k", "gsm8k_test.jsonl", True),
+        ("gsm8k", "gsm8k.jsonl", True),
+    )
+    for name, file, is_read in files:
         (tmp_path / file).touch()
+        if is_read:
+            assert read_local(SPECS[name], tmp_path)[0] == str(tmp_path / file)
+            continue
         with pytest.raises(ValueError, match=f"{name}.jsonl"):
             read_local(SPECS[name], tmp_path)
-    for name, file in (
-        ("gsm8k", "gsm8k_test.jsonl"),
-        ("aime24", "aime24_train.jsonl"),
-        ("gsm8k", "gsm8k.jsonl"),
-    ):
-        (tmp_path / file).touch()
-        assert read_local(SPECS[name], tmp_path)[0] == str(tmp_path / file)
 
 
 def test_the_hub(
@@ -162,25 +151,18 @@ def test_the_hub(
     """``load_dataset`` takes a folder for a hub id, so all but the download runs."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     bad = '{"id": 8, "problem": "p", "answer": ""}\n'
-    (tmp_path / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20 + bad)
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20 + bad)
     # The hub's AIME copy has its rows in "train": another split has to be asked for.
-    places = [
-        "--hub-id",
-        f"aime24={tmp_path}::test",
-        "--local-dir",
-        str(GOLDEN),
-        "--output-dir",
-        str(tmp_path / "out"),
-    ]
-    assert main(["--benchmarks", "aime24,amc23", "--train", "none", *places]) == 0
-    assert f"dropped: {tmp_path}::test, row 21: " in capsys.readouterr().err
-    assert pq.read_table(tmp_path / "out/amc23.parquet").to_pylist() == golden("amc23")
-    assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == 20
-    (sliced := tmp_path / "sliced").mkdir()
-    (sliced / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20)
-    place = ["--hub-id", f"aime24={sliced}::test[10:14]", "--output-dir", str(tmp_path / "out")]
-    assert main(["--benchmarks", "aime24", "--train", "none", *place]) == 0
-    assert pq.read_table(tmp_path / "out/aime24.parquet").num_rows == 4
+    options = ["--train", "none", "--benchmarks", "aime24,amc23", "--local-dir", str(GOLDEN)]
+    # Line 21 is dropped: 1 of 21 is less than 5 %.
+    for split, count in (("test", 20), ("test[10:14]", 4)):
+        place = f"aime24={hub}::{split}"
+        assert main([*options, "--output-dir", str(tmp_path), "--hub-id", place]) == 0
+        assert len(rows_of(tmp_path / "aime24.parquet")) == count
+    assert f"dropped: {hub}::test, row 21: " in capsys.readouterr().err
+    assert rows_of(tmp_path / "amc23.parquet") == golden("amc23")
 
 
 TEXTS = (
@@ -200,21 +182,20 @@ TEXTS = (
 """Answers that a reader of tables takes for something else."""
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "lines.json", "csv", "parquet"])
+TABLE = pd.DataFrame({"problem": "When?", "answer": TEXTS})
+WRITERS = {
+    "jsonl": partial(TABLE.to_json, orient="records", lines=True),
+    "json": partial(TABLE.to_json, orient="records"),
+    "lines.json": partial(TABLE.to_json, orient="records", lines=True),
+    "csv": partial(TABLE.to_csv, index=False),
+    "parquet": TABLE.to_parquet,
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
 def test_the_example_for_trl_reads_the_text_that_is_in_a_file(kind: str, tmp_path: Path) -> None:
-    rows = [{"problem": "When?", "answer": text} for text in TEXTS]
     file = tmp_path / f"rows.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), file)
-    elif kind == "csv":
-        with file.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, ["problem", "answer"])
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        file.write_text(
-            json.dumps(rows, indent=1) if kind == "json" else "\n".join(map(json.dumps, rows))
-        )
+    WRITERS[kind](file)
     assert list(problems(str(file))["solution"]) == list(TEXTS)
 
 
@@ -222,29 +203,26 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (hub := tmp_path / "hub").mkdir()
     lines = [json.dumps({"question": f"{i}+1", "answer": f"So #### {i + 1}"}) for i in range(20)]
-    (hub / "train.jsonl").write_text("\n".join(lines))
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
     slices = {
-        "": range(20),
         ":default:train": range(20),
-        "::train[:5]": range(5),
         "::train[-3:]": range(17, 20),
+        ":default:train[10%:20%]": range(2, 4),
+        "::train[:2]+train[18:]": (0, 1, 18, 19),
     }
-    slices[":default:train[10%:20%]"] = range(2, 4)
-    slices["::train[:2]+train[18:]"] = [0, 1, 18, 19]
     for source, rows in slices.items():
-        assert list(problems(f"{hub}{source}")["solution"]) == [str(row + 1) for row in rows]
-    for bad in ("{", "[1]", "7", '"text"'):
+        assert list(problems(f"{tmp_path}{source}")["solution"]) == [str(row + 1) for row in rows]
+    # No JSON, and JSON that is no row.
+    for bad in ("{", "[1]", '"text"'):
         (tmp_path / "bad.jsonl").write_text("\n".join([*lines, bad]))
         with pytest.raises(SystemExit, match=r"bad\.jsonl, line 21"):
             problems(str(tmp_path / "bad.jsonl"))
 
 
 def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:
-    assert not any(
-        map(faults, (r"\frac{3}{4}", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}"))
-    )
+    for gold in (r"\frac{3}{4}", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}"):
+        assert faults(gold) == []
     assert faults(r"\lfloor 2.5\rfloor") == [r"accepts '\\lfloor 2.6\\rfloor'"]
 
 
@@ -256,18 +234,18 @@ def test_prompt_of_a_base_model_by_verls_own_builder(
 ) -> None:
     """Once the beginning-of-text token, where there is one. No space after the colon: the answer's first token brings
     its own, as in the model's training text."""
-    monkeypatch.setattr(tokenizer := build(), "chat_template", BASE_MATH)
+    tokenizer = build()
+    monkeypatch.setattr(tokenizer, "chat_template", BASE_MATH)
     builder = create_continuous_token_builder(
         tokenizer, hf_model_type=family, chat_template_kwargs={}
     )
-    (message,) = user_messages("What is $1+1$?")
-    ids = builder.build_initial_tokens([message])
+    messages = user_messages("What is $1+1$?")
+    ids = builder.build_initial_tokens(messages)
     begin = tokenizer.bos_token if family == "llama" else ""
-    assert tokenizer.decode(ids).startswith(
-        f"{begin}The User asks the Assistant a question. The Assistant first"
-    )
-    assert tokenizer.decode(ids).endswith(
-        f" the User the answer.\nUser: {message['content']}\nAssistant:"
-    )
+    start = f"{begin}The User asks the Assistant a question. The Assistant first"
+    end = f" the User the answer.\nUser: {messages[0]['content']}\nAssistant:"
+    text = tokenizer.decode(ids)
+    assert text.startswith(start) and text.endswith(end)
+    # The colon is the last token: a blank would be one of its own.
     assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["Assistant", ":"]
     assert ids.count(tokenizer.bos_token_id) == bool(begin)

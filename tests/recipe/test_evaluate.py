@@ -1,10 +1,10 @@
 r"""Evaluation: figures and intervals against hand calculation, the file of samples, both graders, and the command."""
 
-from __future__ import annotations
-
 import asyncio
+import itertools
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,20 +23,14 @@ from transformers import AutoModelForCausalLM
 
 from recipe.data.specs import user_messages
 from recipe.evaluate import report
-from recipe.evaluate.__main__ import main
+from recipe.evaluate.__main__ import SAMPLING, main
 from recipe.evaluate.published_worker import published_box
 from recipe.evaluate.sampling import KEY, draw, open_samples, read_samples, resolve_model
+from tests.recipe.test_launch_scripts import PRINTS, ROOT
+from tests.recipe.test_reward_processes import end_server
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
 SCRIPT = ["bash", str(Path(__file__).parents[2] / "scripts/evaluate.sh")]
-SAMPLING = {
-    "samples": 3,
-    "temperature": 0.6,
-    "top_p": 0.95,
-    "top_k": 20,
-    "max_tokens": 8192,
-    "seed": 0,
-}
 ROWS = pd.DataFrame(
     map(json.loads, Path(__file__).with_name("samples.jsonl").read_text().splitlines())
 )
@@ -44,28 +38,48 @@ A, B = (rows.drop(columns="run").reset_index(drop=True) for _, rows in ROWS.grou
 """Three samples of each problem, of two runs: correct, incorrect, without a box, truncated."""
 
 
-def make_run(folder: Path, samples: pd.DataFrame, **sampling: Any) -> dict[str, Any]:
-    """Write the folder of a finished evaluation with these samples; returns its results."""
+def make_run(folder: Path, samples: pd.DataFrame, **options: Any) -> None:
+    """Write the folder of a finished evaluation with these samples, drawn with these options beside the usual ones."""
     with open_samples(folder / "generations.jsonl", {"model": "m"}) as file:
         file.write(samples.drop(columns="gold").to_json(orient="records", lines=True))
-    (folder / "scores.jsonl").write_text(samples.to_json(orient="records", lines=True))
-    (folder / "results.json").write_text(
-        json.dumps({"run": {"model": "m", "sampling": SAMPLING | sampling}})
-    )
+    scores = report.grade(samples, "reward")
+    (folder / "scores.jsonl").write_text(scores.to_json(orient="records", lines=True))
+    run = {"model": "m", "sampling": {**SAMPLING, **options}}
+    (folder / "results.json").write_text(json.dumps({"run": run}))
     main(["--regrade", str(folder)])
-    return json.loads((folder / "results.json").read_text())
 
 
-def test_hand_case(tmp_path: Path) -> None:
-    results = make_run(tmp_path, A)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    make_run(folder / "a", A)
+    make_run(folder / "b", B, seed=1)
+    return folder
+
+
+@pytest.fixture
+def pair(finished: Path, tmp_path: Path) -> Path:
+    """A folder with two finished evaluations, ``a`` and ``b``."""
+    return shutil.copytree(finished, tmp_path / "pair")
+
+
+def compare(pair: Path, *options: str) -> None:
+    main(["--compare", str(pair / "a"), str(pair / "b"), *options])
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_hand_case(pair: Path) -> None:
+    results = read(pair / "a/results.json")
     names = ("acc@3", "pass@3", "tokens", "unanswered", "truncated")
     rows = (*results["benchmarks"].values(), results["mean"], results["weighted_mean"])
     # Such as (1/6 + 5/9) / 2 and (2 * 1/6 + 3 * 5/9) / 5.
     expected = [[1 / 6, 1 / 2, 30, 1 / 6, 1 / 6], [5 / 9, 2 / 3, 37, 2 / 9, 3 / 9]]
     expected += [[13 / 36, 7 / 12, 33.5, 7 / 36, 1 / 4], [2 / 5, 3 / 5, 34.2, 1 / 5, 4 / 15]]
-    assert np.array([[row[name]["value"] for name in names] for row in rows]) == pytest.approx(
-        np.array(expected)
-    )
+    for row, values in zip(rows, expected, strict=True):
+        assert [row[name]["value"] for name in names] == pytest.approx(values)
     # Without the response that has no box, and without the two.
     boxed = [row["tokens_of_answered"] for row in rows]
     assert boxed == pytest.approx([140 / 5, 133 / 7, (28 + 19) / 2, (2 * 28 + 3 * 19) / 5])
@@ -74,108 +88,101 @@ def test_hand_case(tmp_path: Path) -> None:
 def test_intervals() -> None:
     """They are quantiles of the means of problems drawn with replacement, as a loop draws them."""
     table = pd.DataFrame(np.random.default_rng(1).random((7, 1)), columns=["acc"])
-    figure = report.figures(pd.concat({"amc23": table}, names=["benchmark", "index"]), 1)["mean"][
-        "acc@1"
-    ]
+    problems = pd.concat({"amc23": table}, names=["benchmark", "index"])
+    # Of one benchmark the mean over benchmarks is its own.
+    figure = report.figures(problems, 1)["mean"]["acc@1"]
     drawn = [table["acc"].sample(7, replace=True, random_state=seed).mean() for seed in range(3000)]
-    assert [figure["low"], figure["high"]] == pytest.approx(
-        np.quantile(drawn, [0.025, 0.975]), abs=0.02
-    )
+    interval = np.quantile(drawn, [0.025, 0.975])
+    assert [figure["low"], figure["high"]] == pytest.approx(interval, abs=0.02)
 
 
-def test_paired_comparison(tmp_path: Path) -> None:
+def test_paired_comparison(pair: Path) -> None:
     """Of aime24, A has 1/6 and B 1/2 of the samples correct: by problem 1/3 more. Of amc23 both are the same."""
-    make_run(tmp_path / "a", A)
-    make_run(tmp_path / "b", B, seed=1)
-    main(
-        compare := [
-            "--compare",
-            str(tmp_path / "a"),
-            str(tmp_path / "b"),
-            "--output-dir",
-            str(tmp_path),
-        ]
-    )
-    result = json.loads((tmp_path / "comparison.json").read_text())["benchmarks"]
+    compare(pair, "--output-dir", str(pair))
+    result = read(pair / "comparison.json")["benchmarks"]
     assert list(result["aime24"]["acc@3"].values()) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1.0])
     assert list(result["amc23"]["acc@3"].values()) == pytest.approx([0, 0, 0, 0])
     # Pass differs by 0 and 1 on two problems: a resample's mean is 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4.
     assert list(result["aime24"]["pass@3"].values()) == [0.5, 0, 1, pytest.approx(0.75, abs=0.02)]
-    make_run(tmp_path / "b", B[B["benchmark"] == "amc23"], temperature=1.0)
+    # Another temperature, and one benchmark fewer: both are named.
+    make_run(pair / "b", B[B["benchmark"] == "amc23"], temperature=1.0)
     with pytest.raises(SystemExit, match=r"temperature 0.6 and 1.0.* of aime24"):
-        main(compare)
+        compare(pair)
 
 
 @pytest.mark.slow
-def test_both_graders_where_cuda_fills_the_address_space(tmp_path: Path) -> None:
-    """4 GB in every process, as one with CUDA's torch maps. The first grader gives the first files again."""
-    make_run(tmp_path / "run", A)
-    path = tmp_path / "run/generations.jsonl"
-    regrade = ["--regrade", str(tmp_path / "run")]
-    path.write_text(
-        path.read_text()
-        .replace(r"\\boxed{30}", r"\\boxed{\\frac{60}{2}}")
-        .replace("{10}", r"{1000\\%}")
-    )
+def test_both_graders_where_cuda_fills_the_address_space(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 GB in every process that grades, as one with CUDA's torch maps. The first grader gives the first files again."""
+    path = pair / "a/generations.jsonl"
+    text = path.read_text().replace("{10}", r"{1000\\%}")
+    path.write_text(text.replace(r"\\boxed{30}", r"\\boxed{\\frac{60}{2}}"))
+    regrade = ["--regrade", str(pair / "a")]
     main(regrade)
-    files = {file.name: file.read_bytes() for file in path.parent.iterdir()}
-    (tmp_path / "sitecustomize.py").write_text(
-        "import mmap; mapped = mmap.mmap(-1, 1 << 32, prot=mmap.PROT_READ)"
-    )
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([*SCRIPT, *regrade, "--grader", "both"], env=environment, check=True)
-    benchmarks = json.loads((tmp_path / "run/results.json").read_text())["benchmarks"]
-    values = [
-        [row[name]["value"] for name in ("acc@3", "acc@3, published")]
-        for row in benchmarks.values()
+    files = {file: file.read_bytes() for file in path.parent.iterdir()}
+    program = "import mmap; mapped = mmap.mmap(-1, 1 << 32, prot=mmap.PROT_READ)"
+    (pair / "sitecustomize.py").write_text(program)
+    end_server()
+    monkeypatch.setenv("PYTHONPATH", str(pair))
+    main([*regrade, "--grader", "both"])
+    rows = read(pair / "a/results.json")["benchmarks"].values()
+    # The published grader does not read 1000 % as 10, and finds no box where a brace is open.
+    assert [row["acc@3"]["value"] for row in rows] == pytest.approx([1 / 6, 5 / 9])
+    assert [row["acc@3, published"]["value"] for row in rows] == pytest.approx([0, 2 / 9])
+    assert all(row["no_verdict, published"] == row["no_verdict"] == 0 for row in rows)
+    end_server()
+    main(regrade)
+    assert {file: file.read_bytes() for file in path.parent.iterdir()} == files
+
+
+def test_the_script_hands_on_its_arguments() -> None:
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(PRINTS)}
+    output = subprocess.check_output([*SCRIPT, "--compare", "a", "b c"], env=environment, text=True)
+    _, module, *arguments = output.split("\0")[1:-1]
+    assert module == "recipe.evaluate" and arguments == [
+        "--data-dir",
+        f"{ROOT}/data",
+        "--compare",
+        "a",
+        "b c",
     ]
-    assert np.array(values) == pytest.approx(np.array([[1 / 6, 0], [5 / 9, 2 / 9]]))
-    assert all(
-        row["no_verdict, published"] == row["no_verdict"] == 0 for row in benchmarks.values()
-    )
-    main(regrade)
-    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == files
+
+
+BOXES = {
+    r"\boxed{1} then \boxed{\frac{1}{2}}.": r"\frac{1}{2}",
+    r"\boxed{1} then \boxed{2": "1",
+    "no box": None,
+    r"\boxed{2 then \boxed{1}": None,
+    r"\boxed{\left\{ x=1 \right.}": None,
+    r"\boxed{1}\boxed{}": "",
+}
 
 
 def test_the_published_box() -> None:
-    boxes = {
-        r"\boxed{1} then \boxed{\frac{1}{2}}.": r"\frac{1}{2}",
-        r"\boxed{1} then \boxed{2": "1",
-        "no box": None,
-    }
-    boxes[r"\boxed{2 then \boxed{1}"] = None
-    boxes[r"\boxed{\left\{ x=1 \right.}"] = None
-    boxes[r"\boxed{1}\boxed{}"] = ""
-    assert {text: published_box(text) for text in boxes} == boxes
+    assert {text: published_box(text) for text in BOXES} == BOXES
 
 
 def test_samples_survive_a_kill(tmp_path: Path) -> None:
-    """A line that was cut off, even within a character, costs that line only."""
+    """A line that was cut off, even within a character, costs that line only, and so does one that is no sample."""
     path = tmp_path / "generations.jsonl"
     lines = A.to_json(orient="records", lines=True).splitlines(keepends=True)
+    sixth = json.loads(lines[5])
+    odd: list[Any] = [1, [], {}]
+    for name, value in (("text", None), ("tokens", "7"), ("finish_reason", "x"), ("index", -1)):
+        odd.append({**sixth, name: value})
     with open_samples(path, SAMPLING) as file:
-        file.writelines([*lines[:5], lines[5][:40]])
+        file.writelines([*lines[:5], *(f"{json.dumps(record)}\n" for record in odd), lines[5][:40]])
+    # Half a character.
     path.write_bytes(path.read_bytes() + "é".encode()[:1])
-    for count, more in ((5, lines[5:]), (len(lines), [])):
-        with open_samples(path, SAMPLING) as file:
-            assert len(read_samples(path)) == count
-            file.writelines(more)
+    with open_samples(path, SAMPLING) as file:
+        assert len(read_samples(path)) == 5
+        file.writelines(lines[5:])
     pd.testing.assert_frame_equal(read_samples(path), A)
 
 
 ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J"
 """Sets the clipboard of a terminal, and clears it."""
-
-
-def make_both(folder: Path, results: Any, scores: list[Any]) -> list[str]:
-    """Two finished evaluations, the second with these files, and the arguments that compare them."""
-    make_run(folder / "a", A)
-    make_run(folder / "b", B)
-    (folder / "b/results.json").write_text(
-        results if isinstance(results, str) else json.dumps(results)
-    )
-    (folder / "b/scores.jsonl").write_text("\n".join(map(json.dumps, scores)) + "\n")
-    return ["--compare", str(folder / "a"), str(folder / "b")]
 
 
 RUN = {"model": "m", "sampling": SAMPLING, "grader": "reward"}
@@ -192,113 +199,90 @@ SCORE = {
 }
 
 
-def with_sampling(**changes: Any) -> dict[str, Any]:
-    return {"run": {**RUN, "sampling": {**SAMPLING, **changes}}}
+def write(folder: Path, results: Any, scores: list) -> None:
+    """Put these files in place of an evaluation's own."""
+    text = results if isinstance(results, str) else json.dumps(results)
+    (folder / "results.json").write_text(text)
+    (folder / "scores.jsonl").write_text("\n".join(map(json.dumps, scores)) + "\n")
+
+
+def run_with(**options: Any) -> dict:
+    return {"run": {**RUN, "sampling": {**SAMPLING, **options}}}
 
 
 ODD_RESULTS = {
-    "empty": ("", ""),
-    "nested too deeply": ("[" * 99999, ""),
-    "no mapping": ("[]", ""),
-    "without a run": ({}, "run"),
+    "empty": ("", "results.json"),
+    "nested too deeply": ("[" * 99999, "results.json"),
+    "no mapping": ([], "results.json"),
     "without sampling": ({"run": {"model": "m"}}, "sampling"),
-    "a model by number": ({"run": {**RUN, "model": 7}}, "model"),
-    "samples as text": (with_sampling(samples="3"), "samples"),
-    "samples without end": (with_sampling(samples=10**400), "samples"),
-    "an option that acts on a terminal": (with_sampling(**{f"x{ESCAPE}": 1}), "x"),
-    "a value that acts on a terminal": (with_sampling(temperature=ESCAPE), "temperature"),
+    "samples without end": (run_with(samples=10**400), "samples"),
+    "an option that acts on a terminal": (run_with(**{f"x{ESCAPE}": 1}), "x"),
+    "a value that acts on a terminal": (run_with(temperature=ESCAPE), "temperature"),
     "a grader that acts on a terminal": ({"run": {**RUN, "grader": ESCAPE}}, "grader"),
 }
 ODD_SCORES = {
     "none": ([], "scores.jsonl"),
     "no mapping": ([SCORE, 1], "line 2"),
-    "an empty one": ([SCORE, {}], "benchmark"),
     "a verdict as text": ([{**SCORE, "right": "yes"}], "right"),
     "tokens without end": ([{**SCORE, "tokens": 10**400}], "tokens"),
-    "tokens below 0": ([{**SCORE, "tokens": -1}], "tokens"),
     "an index as a list": ([{**SCORE, "index": [0]}], "index"),
     "a benchmark that acts on a terminal": ([{**SCORE, "benchmark": ESCAPE}], "ground truths"),
 }
-FOREIGN = {
-    f"results: {name}": (results, [SCORE], part) for name, (results, part) in ODD_RESULTS.items()
-}
-FOREIGN.update(
-    {f"scores: {name}": ({"run": RUN}, scores, part) for name, (scores, part) in ODD_SCORES.items()}
-)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_files_of_others_are_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
-    results, scores, part = FOREIGN[name]
+@pytest.mark.parametrize("name", [*ODD_RESULTS, *ODD_SCORES])
+def test_files_of_others_are_refused_in_a_sentence(pair: Path, name: str) -> None:
+    results, part = ODD_RESULTS.get(name, ({"run": RUN}, ""))
+    scores, part = ODD_SCORES.get(name, ([SCORE], part))
+    write(pair / "b", results, scores)
     with pytest.raises(SystemExit) as refused:
-        main(make_both(tmp_path, results, scores))
+        compare(pair)
     assert part in str(refused.value) and str(refused.value).isprintable()
 
 
-def test_names_of_others_are_shown_escaped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_others_are_shown_escaped(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the model, of a benchmark and of an option, on the terminal and in the page."""
-    run = RUN | {"model": f"m{ESCAPE}", f"option{ESCAPE}": f"value{ESCAPE}", "sampling": SAMPLING}
-    scores = [SCORE | {"benchmark": f"amc{ESCAPE}"}]
-    arguments = make_both(tmp_path, {"run": run}, scores)
-    for name in ("results.json", "scores.jsonl"):
-        shutil.copy(tmp_path / "b" / name, tmp_path / "a" / name)
-    main([*arguments, "--output-dir", str(tmp_path)])
-    for text in (capsys.readouterr().out, (tmp_path / "comparison.md").read_text()):
+    run = {**RUN, "model": f"m{ESCAPE}", f"option{ESCAPE}": f"value{ESCAPE}"}
+    for name in ("a", "b"):
+        write(pair / name, {"run": run}, [{**SCORE, "benchmark": f"amc{ESCAPE}"}])
+    compare(pair, "--output-dir", str(pair))
+    for text in (capsys.readouterr().out, (pair / "comparison.md").read_text()):
         assert "amc\N{SYMBOL FOR ESCAPE}]52" in text and "\x1b" not in text and "\x07" not in text
 
 
-def test_scores_and_results_are_of_one_evaluation(tmp_path: Path) -> None:
+def test_scores_and_results_are_of_one_evaluation(pair: Path) -> None:
     """A kill between two files of another grading, and samples of another model that was begun in their place."""
-    results = make_run(tmp_path / "a", A)
-    make_run(tmp_path / "b", B)
-    compare = ["--compare", str(tmp_path / "a"), str(tmp_path / "b")]
-    main(compare)
-    path = tmp_path / "a/scores.jsonl"
+    compare(pair)
+    path = pair / "a/scores.jsonl"
+    # As if the scores were those of another grader.
     path.write_text(path.read_text().replace("true", "false", 1))
     with pytest.raises(SystemExit, match="another grading"):
-        main(compare)
-    main(["--regrade", str(tmp_path / "a")])
-    main(compare)
+        compare(pair)
+    regrade = ["--regrade", str(pair / "a")]
+    main(regrade)
+    compare(pair)
+    results = read(pair / "a/results.json")
+    # The file of samples begins with another model's settings.
     results["run"]["model_hash"] = "of this"
-    (tmp_path / "a/results.json").write_text(json.dumps(results))
-    for arguments in (compare, ["--regrade", str(tmp_path / "a")]):
+    (pair / "a/results.json").write_text(json.dumps(results))
+    for command in (compare, lambda _: main(regrade)):
         with pytest.raises(SystemExit, match=r"generations\.jsonl has samples with another model"):
-            main(arguments)
+            command(pair)
 
 
 def test_samples_of_other_settings_are_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "generations.jsonl"
-    with open_samples(path, SAMPLING):
-        pass
-    for settings, named in (
-        (SAMPLING | {"top_k": 0}, "top_k: 20 there, 0 here"),
-        (SAMPLING | {"engine": "x"}, "engine: None"),
+    open_samples(path, SAMPLING).close()
+    for change, message in (
+        ({"top_k": 0}, "top_k: 20 there, 0"),
+        ({"engine": "x"}, "engine: None"),
     ):
-        with pytest.raises(ValueError, match=named):
-            open_samples(path, settings)
-    for begun in ("[]", "1", "{", '{"settings": 1}', "\x00"):
+        with pytest.raises(ValueError, match=message):
+            open_samples(path, {**SAMPLING, **change})
+    for begun in ("[]", "{", '{"settings": 1}', "\x00"):
         path.write_text(f"{begun}\n")
         with pytest.raises(ValueError, match="does not begin with the settings"):
             open_samples(path, SAMPLING)
-
-
-def test_what_is_no_sample_is_drawn_again(tmp_path: Path) -> None:
-    path = tmp_path / "generations.jsonl"
-    good = json.loads(A.iloc[0].to_json())
-    odd = [
-        1,
-        [],
-        {},
-        None,
-        good | {"text": None},
-        good | {"tokens": "7"},
-        good | {"finish_reason": "abort"},
-        good | {"index": -1},
-    ]
-    path.write_text("\n".join(map(json.dumps, [*odd, good])))
-    pd.testing.assert_frame_equal(read_samples(path), A.head(1))
 
 
 def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
@@ -307,53 +291,47 @@ def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
     model = build_model(tokenizer, seed=0)
     model.config.max_position_embeddings = tokenizer.model_max_length = 2048
     with torch.no_grad():
+        # Eight times the logits: a few tokens have nearly all of the probability.
         model.lm_head.weight.mul_(8)
         model.lm_head.weight[tokenizer.eos_token_id].mul_(1.5)
     for part in (model, tokenizer):
         part.save_pretrained(folder)
     actor = folder / "global_step_5/actor"
-    shutil.copytree(
-        folder,
-        actor / "huggingface",
-        ignore=shutil.ignore_patterns("*.safetensors", "global_step_5"),
-    )
+    ignore = shutil.ignore_patterns("*.safetensors", "global_step_5")
+    shutil.copytree(folder, actor / "huggingface", ignore=ignore)
     torch.save(weights or model.state_dict(), actor / "model_world_size_1_rank_0.pt")
     (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     return actor.parent
+
+
+class Engine:
+    """vLLM's, for responses of one token."""
+
+    async def generate(self, prompt: dict, parameters: Any, name: str) -> Any:
+        output = SimpleNamespace(finish_reason="stop", token_ids=[parameters.seed % 10])
+        yield SimpleNamespace(outputs=[output])
+
+    def shutdown(self) -> None: ...
 
 
 def test_every_sample_has_a_seed_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the evaluation's seed, benchmark, problem and number: the first eight bytes of sha256("0/amc23/0/2"), halved."""
-    kinds = SimpleNamespace(
-        RequestOutputKind=SimpleNamespace(FINAL_ONLY=2), SamplingParams=SimpleNamespace
-    )
-    monkeypatch.setitem(
-        sys.modules, "vllm.sampling_params", kinds
-    )  # whose import takes ten seconds
-
-    class Engine:
-        async def generate(self, prompt: dict, parameters: Any, name: str) -> Any:
-            yield SimpleNamespace(
-                outputs=[SimpleNamespace(finish_reason="stop", token_ids=[parameters.seed % 10])]
-            )
-
-        def shutdown(self) -> None: ...
-
-    keys = [
-        (benchmark, index, sample, "p")
-        for benchmark in ("amc23", "aime24")
-        for index in (0, 1)
-        for sample in range(3)
-    ]
+    # The import of vLLM's own takes ten seconds.
+    kinds = SimpleNamespace(FINAL_ONLY=2)
+    module = SimpleNamespace(RequestOutputKind=kinds, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", module)
+    keys = [*itertools.product(("amc23", "aime24"), (0, 1), range(3), "p")]
     samples = pd.DataFrame(keys, columns=KEY).assign(prompt_ids=[[1]] * len(keys))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
     drawn = []
     for seed in (0, 1):
-        with open_samples(path := tmp_path / f"{seed}.jsonl", {}) as file:
-            asyncio.run(draw(Engine, samples, SAMPLING | {"seed": seed}, tokenizer, file))
+        path = tmp_path / f"{seed}.jsonl"
+        with open_samples(path, {}) as file:
+            asyncio.run(draw(Engine, samples, {**SAMPLING, "seed": seed}, tokenizer, file))
         drawn.append(read_samples(path).set_index(KEY)["seed"])
+    # Twelve samples for each of two seeds of the evaluation.
     assert pd.concat(drawn).nunique() == 24 and drawn[0]["amc23", 0, 2, "p"] == 2035807689607783971
     assert {*drawn[0].index} == {*keys}
 
@@ -373,76 +351,72 @@ def adapter(folder: Path) -> PeftModel:
 
 
 @pytest.mark.slow
-def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
+def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """verl's merger leaves the base's weights beside the adapter, and gives it the scale 0 where none is said."""
+    merges = []
+
+    def merge(command: list[str], **_: Any) -> None:
+        # In this process, which has imported what the merger imports.
+        monkeypatch.setattr(sys, "argv", command[2:])
+        runpy.run_module(command[2], run_name="__main__")
+        merges.append(command)
+
+    monkeypatch.setattr(subprocess, "run", merge)
     save(tmp_path / "base")
     plain = logits(tmp_path / "base")
     adapted = adapter(tmp_path / "base")
+    # What the merged model has to compute, but for the rounding to bfloat16.
+    trained = logits(adapted)
     step = save(tmp_path / "lora", adapted.state_dict())
-    meta = step / "actor/lora_train_meta.json"
     with pytest.raises(ValueError, match="lora_alpha"):
         resolve_model(str(step))
-    meta.write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
-    merged = logits(resolve_model(str(step))[0])
-    trained = logits(adapted)
-    assert (merged - trained).norm() < 0.05 * (plain - trained).norm()
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_merged_again_where_it_changed(tmp_path: Path) -> None:
-    """As by a run that began anew in its folder; and once where it did not."""
-    step = save(tmp_path / "model")
+    meta = '{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}'
+    (step / "actor/lora_train_meta.json").write_text(meta)
     first, first_hash = resolve_model(str(step))
-    merged_at = first.stat().st_mtime_ns
-    assert resolve_model(str(step)) == (first, first_hash) and first.stat().st_mtime_ns == merged_at
+    merged = logits(first)
+    assert (merged - trained).norm() < 0.05 * (plain - trained).norm()
+    assert resolve_model(str(step)) == (first, first_hash) and len(merges) == 2
+    # A run that began anew in its folder writes the same step.
     path = step / "actor/model_world_size_1_rank_0.pt"
     weights = torch.load(path)
-    weights["lm_head.weight"] *= 2
+    weights["base_model.model.lm_head.weight"] *= 2
     torch.save(weights, path)
-    first_logits = logits(first)
-    (second, second_hash) = resolve_model(str(step))
-    assert second_hash != first_hash and torch.allclose(
-        logits(second), 2 * first_logits, rtol=0.05, atol=0.5
-    )
+    second, second_hash = resolve_model(str(step))
+    assert second_hash != first_hash
+    assert torch.allclose(logits(second), 2 * merged, rtol=0.05, atol=0.5)
 
 
 def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
     """A part that a kill or a copy left out is named, and an adapter with what to do, before anything is merged or sampled."""
-    step = save(complete := tmp_path / "whole")
+    complete = tmp_path / "whole"
+    step = save(complete)
     (step / "actor/fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
-    with pytest.raises(ValueError, match=r"lacks model_world_size_2_rank_0\.pt"):
-        resolve_model(str(step))
+    assert_refused(step, r"lacks model_world_size_2_rank_0\.pt")
     for name in ("huggingface/config.json", "fsdp_config.json"):
         (step / "actor" / name).unlink()
-        with pytest.raises(ValueError, match=f"lacks {name}"):
-            resolve_model(str(step))
-    model = AutoModelForCausalLM.from_pretrained(complete)
-    model.save_pretrained(sharded := tmp_path / "sharded", max_shard_size="300KB")
-    parts = sorted(sharded.glob("model-*.safetensors"))
-    assert len(parts) > 1 and resolve_model(str(sharded))[0] == sharded
-    parts[1].rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=f"lacks {parts[1].name}"):
-        resolve_model(str(sharded))
+        assert_refused(step, f"lacks {name}")
+    sharded = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(complete).save_pretrained(sharded, max_shard_size="300KB")
+    assert resolve_model(str(sharded))[0] == sharded
+    (sharded / "model-00002-of-00010.safetensors").unlink()
+    assert_refused(sharded, "lacks model-00002-of")
     (sharded / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match=r"lacks model\.safetensors\.index\.json"):
-        resolve_model(str(sharded))
+    assert_refused(sharded, r"lacks model\.safetensors\.index\.json")
     adapter(complete).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"is an adapter.*merge_and_unload"):
-        resolve_model(str(tmp_path / "adapter"))
+    assert_refused(tmp_path / "adapter", r"is an adapter.*merge_and_unload")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="neither"):
-        resolve_model(str(tmp_path / "empty"))
+    assert_refused(tmp_path / "empty", "neither")
 
 
-def test_a_models_hash_is_that_of_all_that_decides_its_samples(tmp_path: Path) -> None:
-    save(tmp_path)
-    hashes = [resolve_model(str(tmp_path))[1]]
-    for name in ("generation_config.json", "config.json", "tokenizer.json", "model.safetensors"):
-        content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content.replace(b"1", b"2", 1))
-        hashes.append(resolve_model(str(tmp_path))[1])
-        (tmp_path / name).write_bytes(content)
-    assert len(set(hashes)) == 5 and resolve_model(str(tmp_path))[1] == hashes[0]
+def assert_refused(folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_model(str(folder))
+
+
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja")
+"""Files that decide what a model samples, beside its weights."""
 
 
 @pytest.mark.parametrize(
@@ -455,15 +429,14 @@ def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
     """With huggingface_hub's own choice of files by patterns."""
 
     def download(name: str, **patterns: Any) -> str:
-        for file in filter_repo_objects(
-            ["config.json", "README.md", "model.onnx", *kinds], **patterns
-        ):
+        files = [*SMALL, "README.md", "model.onnx", *kinds]
+        for file in filter_repo_objects(files, **patterns):
             (tmp_path / file).touch()
         return str(tmp_path)
 
     monkeypatch.setattr("recipe.evaluate.sampling.snapshot_download", download)
     resolve_model("org/name")
-    assert {file.name for file in tmp_path.iterdir()} == {"config.json", kinds[0]}
+    assert {file.name for file in tmp_path.iterdir()} == {*SMALL, kinds[0]}
 
 
 @pytest.mark.nightly
@@ -475,23 +448,17 @@ def test_the_command_resumes(tmp_path: Path) -> None:
     arguments = ["--benchmarks", "amc23", "--data-dir", str(tmp_path), "--max-tokens", "64"]
     arguments += ["--model", str(save(tmp_path / "model")), "--output-dir"]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*SCRIPT, *arguments, tmp_path / "whole"], env=environment, check=True)
-    uninterrupted, path = (tmp_path / name / "generations.jsonl" for name in ("whole", "out"))
-    path.parent.mkdir()
-    path.write_bytes(
-        beginning := uninterrupted.read_bytes()[: uninterrupted.stat().st_size // 2]
-    )  # within a line
-    with pytest.raises(SystemExit, match="other settings"):
-        main([*arguments, str(path.parent), "--temperature", "0.7"])
-    subprocess.run([*SCRIPT, *arguments, path.parent], env=environment, check=True)
-    assert path.read_bytes().startswith(beginning)
-    samples = read_samples(uninterrupted)
-    assert samples["seed"].nunique() == len(samples) == 36 and {*samples["finish_reason"]} == {
-        "stop",
-        "length",
-    }
-    assert 2035807689607783971 in {
-        *samples["seed"]
-    }  # the first eight bytes of sha256("0/amc23/0/2"), halved
+    uninterrupted = tmp_path / "uninterrupted"
+    subprocess.run([*SCRIPT, *arguments, uninterrupted], env=environment, check=True)
+    content = (uninterrupted / "generations.jsonl").read_bytes()
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    # A kill cut it off within a line.
+    beginning = content[: len(content) // 2]
+    (resumed / "generations.jsonl").write_bytes(beginning)
+    # It draws what is missing, and no other sample.
+    subprocess.run([*SCRIPT, *arguments, resumed], env=environment, check=True)
+    assert (resumed / "generations.jsonl").read_bytes().startswith(beginning)
+    assert {*read_samples(resumed / "generations.jsonl")["finish_reason"]} == {"stop", "length"}
     for name in ("results.json", "results.md", "scores.jsonl"):
-        assert (path.parent / name).read_bytes() == (uninterrupted.parent / name).read_bytes()
+        assert (resumed / name).read_bytes() == (uninterrupted / name).read_bytes()

@@ -1,7 +1,6 @@
 """The launch scripts: what they ask verl for and how their runs are named; the published set-up, its loss and learning rate."""
 
-from __future__ import annotations
-
+import itertools
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils.config import omega_conf_to_dataclass
 
-from grail_advantage.verl_ext.settings import OPTIONS_FILE, Settings, options_yaml
+from grail_advantage.verl_ext.settings import OPTIONS_FILE, options_yaml
 from recipe import run_life
 from recipe.published import compared, trl_arguments
 from tests.composed import VERL, compose, prepare
@@ -53,13 +52,9 @@ def _words(script: str, *arguments: str, project: Path, **knobs: str) -> list[st
     done = subprocess.run(command, env=variables, cwd="/", capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr)
-    _, module, name, path, config, *overrides = done.stdout.split("\0")[:-1]
-    assert (module, name, path) == (
-        "-m",
-        "verl.trainer.main_ppo",
-        f"--config-path={project}/recipe/config",
-    )
-    return [config.removeprefix("--config-name="), *overrides]
+    _, *start, config, overrides = done.stdout.rstrip("\0").split("\0", 5)
+    assert start == ["-m", "verl.trainer.main_ppo", f"--config-path={project}/recipe/config"]
+    return [config.removeprefix("--config-name="), *overrides.split("\0")]
 
 
 def configuration(
@@ -75,7 +70,8 @@ def container(*arguments: str, **knobs: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PWD", str(unused()))  # as the scripts set it
+    # As the scripts set it.
+    monkeypatch.setenv("PWD", str(unused()))
 
 
 @pytest.fixture
@@ -169,28 +165,21 @@ def test_every_knob_of_a_run_on_gpus(clone: Path) -> None:
         name, value = knob.split("=")
         knobs[name] = value
         options += "".join(f"{option}: {value}\n" for option in names.split())
+    # Overrides come after the knobs, and may be new options.
     overrides = ["actor_rollout_ref.rollout.max_num_seqs=4", "+data.note='two words'"]
-    assert_has(
-        configuration("run_octothinker_8b_grail.sh", *overrides, project=clone, **knobs),
-        options,
-        clone,
-    )
+    config = configuration("run_octothinker_8b_grail.sh", *overrides, project=clone, **knobs)
+    assert_has(config, options, clone)
 
 
 def test_every_knob_of_the_agent(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is not added again."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    knobs = {
-        "TRAIN_BATCH_SIZE": "6",
-        "ROLLOUT_N": "50",
-        "SEED": "3",
-        "ACTOR_LR": "1e-3",
-        "SAVE_FREQ": "-1",
-    }
-    assert_has(configuration("run_tiny_cpu_agent.sh", project=clone, **knobs), AGENT, clone)
-    uniform = configuration(
-        "run_tiny_cpu_agent.sh", "algorithm.adv_estimator=uniform", project=clone
-    )
+    script = "run_tiny_cpu_agent.sh"
+    sizes = {"TRAIN_BATCH_SIZE": "6", "ROLLOUT_N": "50", "SAVE_FREQ": "-1"}
+    config = configuration(script, project=clone, SEED="3", ACTOR_LR="1e-3", **sizes)
+    assert_has(config, AGENT, clone)
+    # A method that needs no rewards of turns has a folder of its own, of the default seed.
+    uniform = configuration(script, "algorithm.adv_estimator=uniform", project=clone)
     assert uniform.run.folder == f"{clone}/out/seed0/uniform"
 
 
@@ -201,35 +190,35 @@ def test_cores_of_one_machine() -> None:
     assert configuration(script, RAY_ADDRESS="10.0.0.1:6379").ray_kwargs.ray_init.num_cpus is None
 
 
-def test_five_arms_are_five_runs_in_each_trainer() -> None:
+ARMS = {
+    "stock": ("grpo", "none", "--method none"),
+    "uniform": ("uniform", "none", "--method uniform"),
+    "grail": ("grail", "none", "--method grail"),
+    "shuffled": ("grail", "shuffled", "--method grail --control shuffled"),
+    "answer": ("grail", "answer", "--method grail --control answer"),
+}
+"""By arm of the comparison: verl's estimator, GRAIL's control, and what TRL's example gets."""
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_is_a_run_in_each_trainer(arm: str) -> None:
     """In verl's configuration, and on TRL's command line; a seed of each."""
-    arms = {
-        "stock": ("grpo", "none", "--method none"),
-        "uniform": ("uniform", "none", "--method uniform"),
-        "grail": ("grail", "none", "--method grail"),
-        "shuffled": ("grail", "shuffled", "--method grail --control shuffled"),
-        "answer": ("grail", "answer", "--method grail --control answer"),
-    }
-    for arm, (estimator, control, options) in arms.items():
-        config = configuration("run_five_arms.sh", "trainer.test_freq=7", SEEDS="3", ARMS=arm)
-        assert config.algorithm.adv_estimator == estimator
-        assert OmegaConf.select(config, "algorithm.grail.control", default="none") == control
-        assert (config.data.seed, config.trainer.experiment_name) == (3, f"{arm}-seed3")
-        assert (
-            config.trainer.test_freq == 7 and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
-        )
-        knobs = {
-            "PATH": os.environ["PATH"],
-            "DRY_RUN": "1",
-            "TRAINER": "trl",
-            "SEEDS": "3 4",
-            "ARMS": f"{arm} {arm}",
-        }
-        command = ["bash", unused() / "examples" / "run_five_arms.sh", "--steps", "9"]
-        done = subprocess.run(command, env=knobs, capture_output=True, text=True, check=True)
-        output = done.stdout.replace("'", "")
-        assert len(output.splitlines()) == 4 and output.count(f"{options} --seed 3 ") == 2
-        assert "--vllm --steps 9" in output
+    estimator, control, options = ARMS[arm]
+    config = configuration("run_five_arms.sh", "trainer.test_freq=7", SEEDS="3", ARMS=arm)
+    assert config.algorithm.adv_estimator == estimator
+    assert OmegaConf.select(config, "algorithm.grail.control", default="none") == control
+    assert (config.data.seed, config.trainer.experiment_name) == (3, f"{arm}-seed3")
+    assert config.trainer.test_freq == 7 and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
+    knobs = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "TRAINER": "trl", "SEEDS": "3 4"}
+    command = ["bash", unused() / "examples/run_five_arms.sh", "--steps", "9"]
+    output = subprocess.check_output(command, env={**knobs, "ARMS": f"{arm} {arm}"}, text=True)
+    starts = output.replace("'", "").splitlines()
+    # Two seeds times the arm twice; the command says its seed last but for the steps.
+    assert len(starts) == 4 and sum(f"{options} --seed 3 " in start for start in starts) == 2
+    assert "--vllm --steps 9" in starts[0]
+
+
+def test_an_arm_that_is_none_starts_nothing() -> None:
     with pytest.raises(ValueError, match="ARMS="):
         _words("run_five_arms.sh", project=unused(), ARMS="grail,answer")
 
@@ -242,23 +231,19 @@ def test_three_words_three_things() -> None:
     assert [config["run"].pop("method") for config in configs] == names
     estimators = [config["algorithm"].pop("adv_estimator") for config in configs]
     usual, uniform, grpo, dr_grpo = configs
+    # With the method and its name taken out, three configurations are one.
     assert estimators == ["grail", "uniform", "grpo", "grpo"] and usual == uniform == dr_grpo
     assert grpo["algorithm"]["norm_adv_by_std_in_grpo"]
-    ours, theirs = (
-        {name: value for name, value in actor.items() if re.search("clip|loss", name)}
-        for actor in (
-            grpo["actor_rollout_ref"]["actor"],
-            OmegaConf.to_container(verls.actor_rollout_ref.actor),
-        )
-    )
-    assert ours == theirs and {"loss_agg_mode", "loss_scale_factor", "clip_ratio_c"} < ours.keys()
+    ours = grpo["actor_rollout_ref"]["actor"]
+    losses = {name for name in ours if re.search("clip|loss", name)}
+    assert {"loss_agg_mode", "loss_scale_factor", "clip_ratio_c"} < losses
+    for name in losses:
+        assert ours[name] == verls.actor_rollout_ref.actor[name]
 
 
 NAMES = {
     "qwen3-4b-grail-seed42": ("", "data.seed=42"),
     "my_model-grail-seed42": ("MODEL_PATH=/models/My Model/", None),
-    "qwen3-4b-uniform-seed42": ("ADV_ESTIMATOR=uniform", "algorithm.adv_estimator=uniform"),
-    "qwen3-4b-oar_g-seed42": ("ADV_ESTIMATOR=oar_g", "algorithm.adv_estimator=oar_g"),
     "qwen3-4b-oar_p-seed42": ("ADV_ESTIMATOR=oar_p", "algorithm.adv_estimator=oar_p"),
     "qwen3-4b-dr_grpo-seed42": ("ADV_ESTIMATOR=dr_grpo", "algorithm.adv_estimator=grpo"),
     "qwen3-4b-grpo-seed42": ("ADV_ESTIMATOR=grpo", "estimator=grpo"),
@@ -329,28 +314,26 @@ def test_any_folder_and_any_name_arrive_as_they_are(
     project = shutil.copytree(unused(), tmp_path / odd, symlinks=True)
     monkeypatch.setenv("PWD", str(project))
     data = f"/data/{odd}"
-    files = [f"/data/{odd}/a.parquet", f"/data/{odd}/b.parquet"]
-    names = {
+    files = [f"{data}/a.parquet", f"{data}/b.parquet"]
+    quote = "'" if '"' in odd else '"'
+    # A comma in a list of Hydra's ends an entry, unless it is quoted.
+    entries = [f"{quote}{file}{quote}" if "," in odd else file for file in files]
+    knobs = {
         "EXPERIMENT_NAME": odd,
         "PROJECT_NAME": f"{odd}s",
-        "MODEL_PATH": f"/models/{odd}",
-        "TOKENIZER_PATH": data,
+        "TRAIN_FILE": f"[{', '.join(entries)}]",
     }
-    quote = "'" if '"' in odd else '"'
-    entries = [f"{quote}{file}{quote}" if "," in odd else file for file in files]
-    config = configuration(
-        GPUS, project=project, DATA_DIR=data, TRAIN_FILE=f"[{', '.join(entries)}]", **names
-    )
+    knobs["MODEL_PATH"] = knobs["TOKENIZER_PATH"] = knobs["DATA_DIR"] = data
+    config = configuration(GPUS, project=project, **knobs)
     assert list(config.data.train_files) == files
     assert list(config.data.val_files) == [f"{data}/amc23.parquet", f"{data}/aime24.parquet"]
     assert config.run.folder == f"{project}/outputs/{odd}s/{odd}"
-    assert config.actor_rollout_ref.model.path == f"/models/{odd}"
-    assert config.actor_rollout_ref.model.tokenizer_path == data
+    model = config.actor_rollout_ref.model
+    assert model.path == model.tokenizer_path == data
     assert configuration(GPUS, project=project, TRAIN_FILE=files[0]).data.train_files == files[0]
-    repaired = configuration(
-        "run_r1_distill_llama_8b_grail.sh", project=project
-    ).actor_rollout_ref.model.tokenizer_path
-    assert repaired == f"{project}/outputs/tokenizers/DeepSeek-R1-Distill-Llama-8B"
+    repaired = configuration("run_r1_distill_llama_8b_grail.sh", project=project)
+    folder = f"{project}/outputs/tokenizers/DeepSeek-R1-Distill-Llama-8B"
+    assert repaired.actor_rollout_ref.model.tokenizer_path == folder
 
 
 CODE = re.compile(r"```bash\n(?P<block>.*?)```|`(?P<inline>[^`\n]+)`", re.DOTALL)
@@ -359,33 +342,33 @@ COMMAND = re.compile(
 )
 
 
+def lines_of(page: Path) -> list[list[str]]:
+    """The lines of each piece of code in a page."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", "")
+    return [(code["block"] or code["inline"]).splitlines() for code in CODE.finditer(text)]
+
+
+def _variables(words: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words)
+
+
 def commands(page: Path) -> list[tuple[str, list[str], dict[str, str]]]:
     """The launch scripts of a page's commands, in order, with their arguments and environment names."""
     starts = []
-    for code in CODE.finditer(page.read_text(encoding="utf-8").replace("\\\n", "")):
+    for lines in lines_of(page):
         exported: dict[str, str] = {}
-        for line in (code["block"] or code["inline"]).splitlines():
+        for line in lines:
             if line.startswith("export "):
-                exported |= dict(
-                    word.split("=", 1) for word in shlex.split(line, comments=True)[1:]
-                )
+                exported.update(_variables(shlex.split(line, comments=True)[1:]))
             if command := COMMAND.match(line):
-                knobs = dict(word.split("=", 1) for word in shlex.split(command["knobs"]))
-                starts.append(
-                    (
-                        command["script"],
-                        shlex.split(command["arguments"], comments=True),
-                        exported | knobs,
-                    )
-                )
+                arguments = shlex.split(command["arguments"], comments=True)
+                knobs = _variables(shlex.split(command["knobs"]))
+                starts.append((command["script"], arguments, {**exported, **knobs}))
     return starts
 
 
-PAGES = {
-    page.name: starts
-    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-    if (starts := commands(page))
-}
+DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = {page.name: starts for page in DOCUMENTS if (starts := commands(page))}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -397,129 +380,90 @@ def test_the_commands_of_a_page_work_one_after_the_other(
         # A method of a package that is not installed here; five configurations, which have a test of their own.
         if "confident_blame" in knobs.values() or script == "run_five_arms.sh":
             continue
-        on_cpu = "_cpu_" in script
-        monkeypatch.setenv("VERL_PLATFORM", "cpu") if on_cpu else monkeypatch.delenv(
-            "VERL_PLATFORM", raising=False
-        )
+        monkeypatch.delenv("VERL_PLATFORM", raising=False)
+        if "_cpu_" in script:
+            monkeypatch.setenv("VERL_PLATFORM", "cpu")
+        fresh = knobs.pop("FRESH", "0")
         monkeypatch.setenv("OUTPUT_DIR", str(clone / "outputs" / script.split("_")[1]))
-        monkeypatch.setenv("FRESH", fresh := knobs.pop("FRESH", "0"))
+        monkeypatch.setenv("FRESH", fresh)
         monkeypatch.setenv("DRY_RUN", "1")
         settings = prepare(configuration(script, *arguments, project=clone, **knobs))
         assert fresh == "1" or Path(settings["trainer.default_local_dir"]).is_relative_to(clone)
         for folder in run_life._folders(settings).values():
+            # As if the run had got to its first checkpoint.
             (folder / "global_step_1").mkdir(parents=True, exist_ok=True)
             (folder / "step_000001.parquet").touch()
         run_life.store_definition(settings, "run")
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
 def test_verls_own_command_takes_what_a_page_says(page: Path) -> None:
     """It refuses an option of this project without a ``+``, as its configuration has no section of it."""
-    for code in CODE.finditer(page.read_text(encoding="utf-8").replace("\\\n", "")):
-        for line in (code["block"] or code["inline"]).splitlines():
-            command, arguments, overrides = line.partition("-m verl.trainer.main_ppo ")
-            if arguments or re.match(r"\++\w.*=", command):
-                words = shlex.split(overrides or command, comments=True)
-                compose("ppo_trainer", [word for word in words if word != "..."], VERL)
+    for line in itertools.chain(*lines_of(page)):
+        command, arguments, overrides = line.partition("-m verl.trainer.main_ppo ")
+        if arguments or re.match(r"\++\w.*=", command):
+            # The dots of a page stand for the reader's own options.
+            words = shlex.split(overrides or command, comments=True)
+            compose("ppo_trainer", [word for word in words if word != "..."], VERL)
 
 
 def test_the_pages_have_commands() -> None:
-    assert {
-        "README.md",
-        "credit.md",
-        "gpu.md",
-        "published.md",
-        "fault_tolerance.md",
-        "multi_node.md",
-    } <= PAGES.keys()
+    """Else the two tests above would look at none."""
+    assert {"README.md", "gpu.md", "multi_node.md"} <= PAGES.keys()
     assert sum(map(len, PAGES.values())) > 25
-    assert "first" in {knobs.get("EXPERIMENT_NAME") for *_, knobs in PAGES["first_hour.md"]}
 
 
 def test_the_file_of_all_options_is_current() -> None:
-    assert OPTIONS_FILE.read_text() == options_yaml(), (
-        "run python -m grail_advantage.verl_ext.settings"
-    )
+    remedy = "run python -m grail_advantage.verl_ext.settings"
+    assert OPTIONS_FILE.read_text() == options_yaml(), remedy
 
 
 LONGEST = 8192
 """Tokens of R1-Distill's responses; the others have 4096."""
-NO_THINKING = {"enable_thinking": False}
+OCTO = "OctoThinker/OctoThinker-{}-Short-Base"
+DISTILLED = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 MODELS = {
-    "run_qwen3_grail.sh": ("Qwen/Qwen3-4B", 4096, None, NO_THINKING, "grail"),
-    "run_qwen3_8b_grail.sh": ("Qwen/Qwen3-8B", 4096, None, NO_THINKING, "oar_g"),
-    "run_octothinker_3b_grail.sh": (
-        "OctoThinker/OctoThinker-3B-Short-Base",
-        4096,
-        BASE_MATH,
-        {},
-        "oar_p",
-    ),
-    "run_octothinker_8b_grail.sh": (
-        "OctoThinker/OctoThinker-8B-Short-Base",
-        4096,
-        BASE_MATH,
-        {},
-        "uniform",
-    ),
-    "run_r1_distill_llama_8b_grail.sh": (
-        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-        LONGEST,
-        None,
-        {},
-        "dr_grpo",
-    ),
+    "qwen3": ("Qwen/Qwen3-4B", 4096, None, "grail"),
+    "qwen3_8b": ("Qwen/Qwen3-8B", 4096, None, "oar_g"),
+    "octothinker_3b": (OCTO.format("3B"), 4096, BASE_MATH, "oar_p"),
+    "octothinker_8b": (OCTO.format("8B"), 4096, BASE_MATH, "uniform"),
+    "r1_distill_llama_8b": (DISTILLED, LONGEST, None, "dr_grpo"),
 }
-"""By script: model, response length, chat template, that template's options, and an estimator to try with it."""
+"""By script: model, response length, chat template, and an estimator to try with it."""
 
 
-@pytest.mark.parametrize("script", MODELS)
-def test_published_setup(script: str) -> None:
-    path, response_length, template, template_options, estimator = MODELS[script]
+@pytest.mark.parametrize("name", MODELS)
+def test_published_setup(name: str) -> None:
+    path, response_length, template, estimator = MODELS[name]
     nnodes = 2 if estimator in ("oar_g", "uniform") else 1
-    config = configuration(script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes))
-    prepare(config)  # all start-up checks, verl's among them
-    # uniform is the published baseline: the same trainer, truncated responses masked alike, weights 1; verl's own estimator
-    # masks none
+    config = configuration(f"run_{name}_grail.sh", ADV_ESTIMATOR=estimator, NNODES=str(nnodes))
+    # All start-up checks, verl's among them.
+    settings = prepare(config)
+    # uniform is the published baseline: the same trainer, truncated responses masked alike, weights 1. verl's own
+    # estimator masks none, and is the one difference without a reason.
     verls = estimator == "dr_grpo"
     assert config.algorithm.adv_estimator == ("grpo" if verls else estimator)
     assert config.trainer.v1.trainer_mode == ("sync" if verls else "grail_sync")
-    assert verls or Settings.parse(config).method.mask_truncated
+    assert verls or settings.method.mask_truncated
     assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
 
     verdicts = {setting.name: verdict for setting, _, verdict in compared(config)}
-    corrected = {
-        f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")
-    } | {"the prompt's end"}
-    corrected |= {"max_completion_length"} if response_length != 4096 else set()
+    corrected = {"the prompt's end"}
+    corrected |= {f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")}
+    if response_length == LONGEST:
+        corrected.add("max_completion_length")
     assert {name for name, verdict in verdicts.items() if verdict == "corrected"} == corrected
     differs = [name for name, verdict in verdicts.items() if verdict == "differs"]
     assert differs == (["mask_truncated_completions"] if verls else [])
-    model, actor, rollout = (
-        config.actor_rollout_ref[name] for name in ("model", "actor", "rollout")
-    )
+    model, actor, rollout = map(config.actor_rollout_ref.get, ("model", "actor", "rollout"))
     assert actor.entropy_coeff == 0 and actor.policy_loss.loss_mode == "vanilla"
-    # The full rate from the first step: transformers' `constant` ignores the published 20 steps, and verl's would not.
-    assert actor.optim.lr_warmup_steps == 0
-    mini_batch = actor.ppo_mini_batch_size * rollout.n
-    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    assert (
-        gpus == 8 * nnodes
-        and mini_batch == config.data.train_batch_size * rollout.n == PUBLISHED_BATCH
-    )
-    assert (rollout.prompt_length, rollout.response_length) == (1024, response_length)
-    assert rollout.max_model_len == 1024 + response_length
-    assert (
-        min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu)
-        >= rollout.max_model_len
-    )
-    assert dict(config.data.apply_chat_template_kwargs) == template_options
+    assert config.trainer.nnodes * config.trainer.n_gpus_per_node == 8 * nnodes
+    longest = 1024 + response_length
+    assert rollout.max_model_len == longest
+    assert actor.ppo_max_token_len_per_gpu >= longest
+    assert rollout.log_prob_max_token_len_per_gpu >= longest
     assert (model.path, model.custom_chat_template) == (path, template)
-    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [
-        42
-    ] * 4
+    assert actor.data_loader_seed == actor.fsdp_config.seed == rollout.seed == config.data.seed
 
 
 def test_loss_is_the_published_one() -> None:
@@ -534,16 +478,18 @@ def test_loss_is_the_published_one() -> None:
     tokens = 6
     config = configuration(script, NNODES="2")
     rng = np.random.default_rng(0)
-    advantages = rng.normal(size=(rows, 1)).repeat(tokens, axis=1) * rng.uniform(
-        0.5, 5, size=(rows, tokens)
-    )
-    advantages[rng.random(rows) < 0.1] = 0  # truncated
+    weights = rng.uniform(0.5, 5, size=(rows, tokens))
+    advantages = rng.normal(size=(rows, 1)) * weights
+    # A tenth is truncated, and has advantage 0.
+    advantages[rng.random(rows) < 0.1] = 0
     log_ratios = rng.normal(scale=1.0, size=(rows, tokens))
-    log_ratios[::5] += 4  # ratios near 55, where verl's dual clip would act on negative advantages
+    # Ratios near 55, where verl's dual clip would act on negative advantages.
+    log_ratios[::5] += 4
     mask = np.arange(tokens) < rng.integers(0, tokens + 1, size=(rows, 1))
     assert (~mask.any(axis=1)).any() and ((log_ratios > 4) & (advantages < 0) & mask).any()
     ratios = np.exp(log_ratios)
     surrogate = np.minimum(ratios * advantages, np.clip(ratios, 0.8, 1.28) * advantages)
+    # Every response counts alike, also one without tokens: the sum is divided by 256 x 8192.
     expected = -(surrogate * mask).sum() / (rows * LONGEST)
 
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -558,42 +504,38 @@ def test_loss_is_the_published_one() -> None:
         )[0].item()
         for part in np.array_split(np.arange(rows), ranks * micro_batches)
     ]
+    # Each of 16 ranks sums the losses of its 2 micro-batches; FSDP takes the mean of the ranks.
     assert sum(losses) / ranks == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_published_ratio_is_trls() -> None:
     """``sequence_mask`` with the cap 3.0, in a plain loop: the product of a response's ratios, 0 above the cap."""
     rng = np.random.default_rng(0)
-    trainer = rng.normal(-1, 0.5, size=(64, 5))
-    rollout = rng.normal(-1, 0.5, size=(64, 5))
+    log_ratios = rng.normal(-1, 0.5, size=(64, 5)) - rng.normal(-1, 0.5, size=(64, 5))
     mask = np.arange(5) < rng.integers(1, 6, size=(64, 1))
     correction = configuration(GPUS, LIKE="published").algorithm.rollout_correction
-    options = (
+    weights, _ = compute_rollout_correction_weights(
+        torch.from_numpy(log_ratios),
+        torch.from_numpy(mask).double(),
         correction.rollout_is,
         correction.rollout_is_threshold,
         correction.rollout_is_batch_normalize,
     )
-    log_ratios = torch.from_numpy(trainer - rollout)
-    weights, _ = compute_rollout_correction_weights(
-        log_ratios, torch.from_numpy(mask).double(), *options
-    )
-    ratios = [
-        np.exp(sum(trainer[row, t] - rollout[row, t] for t in range(5) if mask[row, t]))
-        for row in range(64)
-    ]
-    expected = np.array([0.0 if ratio > 3 else ratio for ratio in ratios])[:, None] * mask
+    expected = np.zeros((64, 5))
+    for row in range(64):
+        ratio = np.exp(sum(log_ratios[row, token] for token in range(5) if mask[row, token]))
+        # Above the cap the row stays 0: such a response is left out, as by TRL.
+        if ratio <= 3:
+            expected[row, mask[row]] = ratio
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
-    assert sum(ratio > 3 for ratio in ratios) > 3
+    assert (expected.max(axis=1) == 0).sum() > 3, "some are above the cap"
 
 
 def test_any_number_of_processes_makes_the_published_batch() -> None:
     for processes in (1, 2, 4, 8):
         arguments = trl_arguments(processes)
-        rows = (
-            arguments["per_device_train_batch_size"]
-            * arguments["gradient_accumulation_steps"]
-            * processes
-        )
-        assert rows == PUBLISHED_BATCH
+        rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
+        assert rows * processes == PUBLISHED_BATCH
     with pytest.raises(ValueError):
+        # 32 micro-batches of 8 responses do not divide among 5.
         trl_arguments(5)

@@ -1,16 +1,16 @@
 """The verifier's processes: no answer can stop, crash or trick them, none is run, and none outlives its program."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +19,10 @@ from grail_advantage import reward
 from grail_advantage.reward import _verify_pool, _verify_worker
 from grail_advantage.reward._normal import normal
 from tests.recipe.test_reward import accepts, judge, rows_of
+from tests.run_life.killed_run import lives
 
-GOLD = r"\frac{\sqrt{3}}{2}"  # no plain number, so that every answer has to be parsed
+# No plain number, so that every answer has to be parsed.
+GOLD = r"\frac{\sqrt{3}}{2}"
 
 
 def hostile_responses(marker: Path) -> dict[str, str]:
@@ -47,13 +49,30 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     end_server()
 
 
-def workers() -> list[int]:
-    """Process ids of the server's two workers, which may be about to be replaced."""
-    server = psutil.Process(_verify_pool.server().process.pid)
-    deadline = time.monotonic() + 60
-    while len(children := server.children()) != 2 and time.monotonic() < deadline:
+def await_(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
+    """Whether something comes true within this time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
-    return [child.pid for child in children]
+    return True
+
+
+def workers() -> list[psutil.Process]:
+    """The server's two workers, which may be about to be replaced."""
+    server = psutil.Process(_verify_pool.server().process.pid)
+    assert await_(lambda: len(server.children()) == 2)
+    return server.children()
+
+
+HANGING = (
+    "power tower",
+    "huge factorial",
+    "long sum",
+    "polynomial to a high power",
+    "nested parentheses",
+)
 
 
 @pytest.mark.slow
@@ -64,45 +83,27 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
     responses = hostile_responses(tmp_path / "marker")
     with ThreadPoolExecutor(8) as executor:
         scores = executor.map(
-            lambda response: reward.compute_score("", response, GOLD), responses.values()
+            partial(reward.compute_score, "", ground_truth=GOLD), responses.values()
         )
         results = dict(zip(responses, scores, strict=True))
-    assert {
-        name: result["score"] for name, result in results.items() if result["score"] != 0.0
-    } == {}
+    assert [name for name, result in results.items() if result["score"] != 0.0] == []
     assert not (tmp_path / "marker").exists() and results["empty"]["verify_failed"] == 0.0
     # Answer, ground truth and reason of each that has no verdict. Were the limit not enforced, the test would not get here.
-    reasons = {
-        record.args[0]: str(record.args[2])
-        for record in caplog.records
-        if isinstance(record.args, tuple)
-    }
-    hanging = (
-        "power tower",
-        "huge factorial",
-        "long sum",
-        "polynomial to a high power",
-        "nested parentheses",
-    )
-    for name in (*hanging, "python call", "tex input", "nul bytes"):
+    logged = [record.args for record in caplog.records if isinstance(record.args, tuple)]
+    reasons = {answer: str(reason) for answer, _, reason in logged}
+    for name in (*HANGING, "python call", "tex input", "nul bytes"):
         reason = reasons[reward.last_boxed(responses[name])]
         is_unread = "cannot read" in reason or "words" in reason
-        assert results[name]["verify_failed"] == 1.0 and is_unread != (name in hanging), name
-    assert accepts(GOLD, r"\frac12\sqrt{3}") and len(workers()) == 2
-    for worker in map(psutil.Process, workers()):
-        deadline = time.monotonic() + 60
-        while worker.rlimit(psutil.RLIMIT_NOFILE) != (64, 64) and time.monotonic() < deadline:
-            time.sleep(0.05)  # a worker that has just been forked sets its limits, this one last
-        limits = [
-            worker.rlimit(getattr(psutil, f"RLIMIT_{name}"))
-            for name in ("FSIZE", "CORE", "NPROC", "NOFILE")
-        ]
-        assert limits == [(0, 0), (0, 0), (0, 0), (64, 64)]
-        assert (
-            0
-            < worker.rlimit(psutil.RLIMIT_AS)[1] - worker.memory_info().vms
-            <= _verify_worker.MEMORY
-        )
+        assert results[name]["verify_failed"] == 1.0 and is_unread != (name in HANGING), name
+    # After all that the workers still judge.
+    assert accepts(GOLD, r"\frac12\sqrt{3}")
+    for worker in workers():
+        # A worker that has just been forked sets its limits, this one last.
+        assert await_(lambda worker=worker: worker.rlimit(psutil.RLIMIT_NOFILE) == (64, 64))
+        for limit in (psutil.RLIMIT_FSIZE, psutil.RLIMIT_CORE, psutil.RLIMIT_NPROC):
+            assert worker.rlimit(limit) == (0, 0)
+        memory = worker.rlimit(psutil.RLIMIT_AS)[1] - worker.memory_info().vms
+        assert 0 < memory <= _verify_worker.MEMORY
 
 
 AUDITED = r"""
@@ -156,37 +157,23 @@ for answer in answers:
 @pytest.mark.slow
 def test_no_answer_is_run(tmp_path: Path) -> None:
     """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
-    answers = [
-        reward.last_boxed(response) or ""
-        for response in hostile_responses(tmp_path / "marker").values()
-    ]
-    answers += json.loads(
-        Path(__file__).with_name("hostile_pieces.json").read_text()
-    )  # code, LaTeX, braces: at random
-    answers = [
-        "control",
-        *(normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS),
-    ]
+    responses = hostile_responses(tmp_path / "marker").values()
+    answers = [reward.last_boxed(response) or "" for response in responses]
+    # Code, LaTeX and braces, put together at random.
+    answers += json.loads(Path(__file__).with_name("hostile_pieces.json").read_text())
+    texts = [normal(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS]
+    stdin = json.dumps([GOLD, ["control", *texts]])
     folder = Path(reward.__file__).parent
-    stdin = json.dumps([GOLD, answers])
-    done = subprocess.run(
-        [sys.executable, "-c", AUDITED], input=stdin, stdout=-1, text=True, check=True, cwd=folder
-    )
-    events = [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, "-c", AUDITED]
+    output = subprocess.check_output(command, input=stdin, text=True, cwd=folder)
+    events = [json.loads(line) for line in output.splitlines()]
     assert events == [["control", event] for event in ("compile", "open", "os.system")]
 
 
-def _gone(pids: list[int], seconds: float = 60.0) -> bool:
-    """Waits until no process of ``pids`` runs any more."""
-    deadline = time.monotonic() + seconds
-    while any(
-        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        for pid in pids
-    ):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def gone(pids: list[int], seconds: float = 60.0) -> bool:
+    """Whether none of these processes runs any more, within this time."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return await_(lambda: not any(map(lives, processes)), seconds)
 
 
 @pytest.mark.slow
@@ -199,25 +186,27 @@ def test_killed_and_stopped_processes_are_replaced(
     assert accepts("x+51", "51+x")
     environment = Path(f"/proc/{_verify_pool.server().process.pid}/environ").read_bytes()
     assert b"PYTHONHASHSEED=0" in environment and b"HF_TOKEN" not in environment
-    processes = [psutil.Process(pid) for pid in workers()]
+    processes = workers()
     used = sum(process.cpu_times().user for process in processes)
     with ThreadPoolExecutor(1) as executor:
+        # 9^(9^(9^8)) takes as long as its limit lets it.
         hanging = executor.submit(judge, GOLD, "9^{9^{9^8}}")
-        while sum(process.cpu_times().user for process in processes) < used + 0.1:
-            time.sleep(0.01)
+        assert await_(lambda: sum(process.cpu_times().user for process in processes) > used + 0.1)
         for process in processes:
             process.kill()
         assert (hanging.result()["score"], hanging.result()["verify_failed"]) == (0.0, 1.0)
     server = _verify_pool.server().process.pid
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.5")
+    # The next answer starts another server.
     os.kill(server, signal.SIGKILL)
     assert accepts("x+52", "52+x")
-    assert len(workers()) == 2 and _gone([server, *(process.pid for process in processes)])
+    assert workers() and gone([server, *(process.pid for process in processes)])
     # Stopped, they use no processor time, so the wall clock decides; a late reply must not reach the next question.
-    for pid in (stopped := workers()):
-        os.kill(pid, signal.SIGSTOP)
+    stopped = workers()
+    for process in stopped:
+        process.suspend()
     monkeypatch.setattr(_verify_pool, "_PATIENCE_SECONDS", 0.0)
-    assert not accepts("x+54", "53+x") and _gone(stopped)
+    assert not accepts("x+54", "53+x") and gone([process.pid for process in stopped])
 
 
 @pytest.mark.slow
@@ -225,10 +214,8 @@ def test_a_worker_ends_if_its_server_did_before_it_was_bound_to_it() -> None:
     """Else it would keep the connections open, and a question to another worker would wait for all of the patience."""
     program = "import _verify_worker as worker, multiprocessing as m; a, b = m.Pipe(); worker.work(b, 1.0, server=1)"
     folder = Path(reward.__file__).parent
-    assert (
-        subprocess.run([sys.executable, "-c", program], cwd=folder, timeout=60).returncode
-        == _verify_worker.CLOSED
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, timeout=60)
+    assert done.returncode == _verify_worker.CLOSED
 
 
 FORKED = """
@@ -256,14 +243,15 @@ say(3)
 def test_a_fork_has_its_own_workers_and_none_outlives_its_program() -> None:
     """Neither an idle worker nor one that hangs, of a program that had no chance to clean up."""
     with subprocess.Popen([sys.executable, "-c", FORKED], stdout=-1, text=True) as process:
-        answers = [
-            json.loads(process.stdout.readline()) for _ in range(3)
-        ]  # first, in the fork, after the fork
-        verdicts, (own_workers, forks_workers, own_workers_later) = zip(*answers, strict=True)
-        ended = _gone(forks_workers)
-        time.sleep(0.5)  # so that the hanging answer has reached its worker
+        # First, in the fork, and after the fork.
+        answers = [json.loads(process.stdout.readline()) for _ in range(3)]
+        verdicts, (first, forks, later) = zip(*answers, strict=True)
+        ended = gone(forks)
+        # The hanging answer reaches its worker meanwhile.
+        time.sleep(0.5)
         process.kill()
     assert list(verdicts) == [[True, False]] * 3 and ended
-    assert len(own_workers) == len(forks_workers) == 3
-    assert own_workers == own_workers_later and not set(own_workers) & set(forks_workers)
-    assert _gone(own_workers, 2.0)  # sooner than the limit of the hanging answer
+    assert len(first) == len(forks) == 3
+    assert first == later and not set(first) & set(forks)
+    # Sooner than the limit of the hanging answer, 3 s of processor time.
+    assert gone(first, 2.0)

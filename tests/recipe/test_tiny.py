@@ -1,8 +1,7 @@
 """The tiny task and model: arithmetic, slips, the checker, the files, and that the shipped model is the one of its
 record."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import random
 from dataclasses import asdict
@@ -37,26 +36,23 @@ def test_problems_and_solutions() -> None:
     rng = random.Random(3)
     train = problems("train", 400, seed=5)
     for problem in train:
-        assert list(problem.values) == [
-            eval(problem.text[:end]) for end in range(3, len(problem.text) + 1, 2)
-        ]
-        assert problem.answer == eval(problem.text) and all(
-            0 <= value <= MAX_VALUE for value in problem.values
-        )
+        # Of 7+5-3 the beginnings 7+5 and 7+5-3.
+        ends = range(3, len(problem.text) + 1, 2)
+        assert list(problem.values) == [eval(problem.text[:end]) for end in ends]
+        assert problem.answer == problem.values[-1] == eval(problem.text)
+        assert min(problem.values) >= 0 and max(problem.values) <= MAX_VALUE
         for wording in (SHORT, LONG):
-            right = solve(problem, 0.0, random.Random(0), wording)
+            correct = solve(problem, 0.0, rng, wording)
             slipped = solve(problem, 0.3, rng, wording)
-            assert (
-                right.endswith(f"\\boxed{{{problem.answer}}}") and find_errors(problem, right) == []
-            )
+            assert correct.endswith(f"\\boxed{{{problem.answer}}}")
+            assert find_errors(problem, correct) == []
+            # A solution that slips and is right all the same has slipped at least twice.
             assert boxed_answer(slipped) == str(problem.answer) or find_errors(problem, slipped)
     assert problems("train", 50, seed=5) == train[:50] != problems("train", 50, seed=6)
-    held_out = {
-        problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)
-    }
-    assert not held_out & {
-        problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)
-    }
+    texts = {split: set() for split in ("train", "validation")}
+    for split, seed in itertools.product(texts, range(3)):
+        texts[split] |= {problem.text for problem in problems(split, 200, seed=seed)}
+    assert texts["train"].isdisjoint(texts["validation"])
 
 
 CHAIN = Problem.parse("7+5-3")
@@ -68,11 +64,9 @@ def test_find_errors_by_hand() -> None:
         expected = [StepError(*error) for error in row["errors"]]
         assert find_errors(CHAIN, row["response"]) == expected, row
         assert all(row["response"][error.start : error.end] == error.written for error in expected)
-    scores = [
-        compute_score("", f"7+5=12;{end}", "12")
-        for end in ("\\boxed{12}", "\\boxed{1}", "\\boxed{12")
-    ]
-    assert scores == [1, 0, 0] and boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2"
+    for end, score in (("\\boxed{12}", 1), ("\\boxed{1}", 0), ("\\boxed{12", 0)):
+        assert compute_score("", f"7+5=12;{end}", "12") == score
+    assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2"
 
 
 @pytest.mark.slow
@@ -81,22 +75,22 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
 ) -> None:
     assert prepare(tmp_path) and not prepare(tmp_path)
     for split, size in (("train", 4096), ("validation", 256)):
-        rows = pq.read_table(tmp_path / f"{split}.parquet")
+        rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
         texts = [problem.text for problem in problems(split, size)]
-        assert rows["prompt"].to_pylist() == [[{"role": "user", "content": text}] for text in texts]
-        assert [int(row["ground_truth"]) for row in rows["reward_model"].to_pylist()] == [
-            eval(text) for text in texts
-        ]
-        assert [row["index"] for row in rows["extra_info"].to_pylist()] == list(range(size))
-    assert prompt_ids(AutoTokenizer.from_pretrained(tmp_path / "model"), CHAIN) == prompt_ids(
-        build_tokenizer(), CHAIN
-    )
+        assert [row["prompt"] for row in rows] == [[{"role": "user", "content": t}] for t in texts]
+        for row, text in zip(rows, texts, strict=True):
+            assert int(row["reward_model"]["ground_truth"]) == eval(text)
+        assert [row["extra_info"]["index"] for row in rows] == list(range(size))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert prompt_ids(tokenizer, CHAIN) == prompt_ids(build_tokenizer(), CHAIN)
+    # Other settings make the folder anew, and so do the first ones again.
     assert prepare(tmp_path, seed=1) and prepare(tmp_path)
-    (tmp_path / STAMP).write_text(
-        (tmp_path / STAMP).read_text().replace(code_digest(), "of other code")
-    )
+    stamp = tmp_path / STAMP
+    # A change of this package's code does, too.
+    stamp.write_text(stamp.read_text().replace(code_digest(), "of other code"))
     assert prepare(tmp_path)
-    for name in ("validation.parquet", "model/config.json"):  # one of each kind that is hashed
+    # One of each kind that is hashed.
+    for name in ("validation.parquet", "model/config.json"):
         (tmp_path / name).write_bytes(b"of something else")
         assert prepare(tmp_path) and not prepare(tmp_path)
         (tmp_path / name).unlink()
@@ -105,13 +99,10 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
 
 def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
     record = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
-    assert (record["settings"], record["sha256"]) == (
-        asdict(WarmUpSettings()),
-        shipped.weights_digest(),
-    )
+    assert record["settings"] == asdict(WarmUpSettings())
+    assert record["sha256"] == shipped.weights_digest()
     model, tokenizer = shipped.load_shipped()
-    fresh = build_model(tokenizer, seed=0).state_dict()
-    assert model.state_dict().keys() == fresh.keys()
-    for name, value in model.state_dict().items():
-        assert value.shape == fresh[name].shape and value.dtype == torch.float32
-        assert torch.equal(value, value.bfloat16().float())
+    # A fresh model takes the weights only if names and shapes are the same.
+    build_model(tokenizer, seed=0).load_state_dict(model.state_dict())
+    for value in model.state_dict().values():
+        assert value.dtype == torch.float32 and torch.equal(value, value.bfloat16().float())

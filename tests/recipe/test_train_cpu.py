@@ -1,7 +1,5 @@
 """The CPU example started again and again, with a stand-in for all that takes time: what it keeps and what it moves away."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import subprocess
@@ -34,28 +32,23 @@ esac
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The scripts in a folder of their own."""
-    scripts = ("examples/run_tiny_cpu_grail.sh", "scripts/knobs.sh", "scripts/train_cpu.sh")
-    files = {name: (ROOT / name).read_text() for name in scripts}
-    for name, text in (
-        files | {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}
-    ).items():
-        (file := tmp_path / "it's, [1] a=b ~" / name).parent.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path / "it's, [1] a=b ~"
+    files = {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}
+    for name in ("examples/run_tiny_cpu_grail.sh", "scripts/knobs.sh", "scripts/train_cpu.sh"):
+        files[name] = (ROOT / name).read_text()
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         file.chmod(0o755)
-    return tmp_path / "it's, [1] a=b ~"
+    return folder
 
 
 def begin(folder: Path, **knobs: str) -> psutil.Popen:
     variables = {"PATH": "/usr/bin:/bin", "OUTPUT_DIR": "out", **knobs}
     command = ["bash", "examples/run_tiny_cpu_grail.sh"]
-    return psutil.Popen(
-        command,
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return psutil.Popen(command, cwd=folder, env=variables, **pipes)
 
 
 def start(folder: Path, **knobs: str) -> tuple[int, str]:
@@ -70,10 +63,12 @@ def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path) -
     status, output = start(folder)
     assert status == 1 and output.endswith("already finished: a checkpoint\n")
     (folder / "status.txt").write_text("0")
-    ((out := folder / "out/seed0") / "grail/mine").touch()
+    out = folder / "out/seed0"
+    (out / "grail/mine").touch()
     status, output = start(folder)
     assert status == 0 and "already finished: a checkpoint\n" in output and "report.html" in output
     assert (out / "grail/mine").exists() and (out / "grail.log").read_text().count("a life") == 2
+    # Each fresh start moves the folder of the one before to the next number.
     for number in (1, 2):
         assert start(folder, FRESH="1")[0] == 0 and (out / f"grail.{number}").exists()
     assert (out / "grail.1/mine").exists() and not (out / "grail/mine").exists()
@@ -90,10 +85,10 @@ def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         children = running.children(recursive=True)
+        # A second start is refused while the first one lives, also one that would move its folder away.
         assert [start(folder, FRESH=fresh)[0] for fresh in ("0", "1")] == [1, 1]
-        assert (out / "grail.log").read_text().count("a life") == 1 and not (
-            out / "grail.1"
-        ).exists()
+        assert (out / "grail.log").read_text().count("a life") == 1
+        assert not (out / "grail.1").exists()
         running.terminate()
         assert running.wait(timeout=30) == -signal.SIGTERM
         while any(map(lives, children)):

@@ -1,10 +1,7 @@
 """Without flash-attn: torch's kernels behind transformers' attention, and what a run asks verl for. The kernels need a GPU; in
 their place is a plain computation of what torch's documentation says of them."""
 
-from __future__ import annotations
-
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,33 +35,24 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("recipe.without_flash_attn")
 
 
-def plain_varlen_attn(
-    query: Any,
-    key: Any,
-    value: Any,
-    limits: Any,
-    *limits_and_longest: Any,
-    scale: float,
-    window_size: tuple,
-) -> Any:
+def plain_varlen_attn(*packed: Any, scale: float, window_size: tuple[int, int]) -> torch.Tensor:
     """Sequence by sequence; a token sees those from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
+    *tensors, limits, same_limits, longest, same_longest = packed
     lengths = limits.diff().tolist()
-    assert (
-        limits_and_longest[0] is limits
-        and limits.dtype == torch.int32
-        and limits_and_longest[1:] == (max(lengths), max(lengths))
-    )
-    assert query.shape == key.shape == value.shape and sum(lengths) == len(query)
+    assert same_limits is limits and limits.dtype == torch.int32
+    assert longest == same_longest == max(lengths) and sum(lengths) == len(tensors[0])
     outputs = []
-    for parts in zip(
-        *(tensor.transpose(0, 1).split(lengths, 1) for tensor in (query, key, value)), strict=True
-    ):
-        places = torch.arange(parts[0].shape[1])
+    earlier, later = window_size
+    parts = (tensor.transpose(0, 1).split(lengths, 1) for tensor in tensors)
+    for query, key, value in zip(*parts, strict=True):
+        places = torch.arange(query.shape[1])
         distances = places[:, None] - places
-        seen = (distances >= -window_size[1]) & (
-            (distances <= window_size[0]) | (window_size[0] < 0)
+        seen = distances >= -later
+        if earlier >= 0:
+            seen &= distances <= earlier
+        outputs.append(
+            functional.scaled_dot_product_attention(query, key, value, seen, scale=scale)
         )
-        outputs.append(functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale))
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
@@ -86,6 +74,7 @@ def test_packed_responses_are_those_alone(
     """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Four
     heads of queries share two of keys."""
     monkeypatch.setattr(kernels.varlen, "varlen_attn", plain_varlen_attn)
+    # 19 tokens; each sequence begins at position 0.
     lengths = [7, 11, 1]
     tokens = torch.randint(500, (1, 19))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -94,6 +83,7 @@ def test_packed_responses_are_those_alone(
     logits = packed(input_ids=tokens, position_ids=positions, use_cache=False).logits
     expected = torch.cat([alone(input_ids=part).logits for part in tokens.split(lengths, 1)], dim=1)
     torch.testing.assert_close(logits, expected)
+    # Any upstream gradient will do.
     upstream = torch.randn_like(logits)
     gradients = [
         torch.autograd.grad((output * upstream).sum(), model.parameters())
@@ -112,17 +102,14 @@ NOT_THERE = [
 """What a model may ask of attention: noise, a bound of scores, sinks, padded rows, earlier keys."""
 
 
-@pytest.mark.parametrize("needed", NOT_THERE)
-def test_what_the_kernels_do_not_have_is_refused(
-    needed: dict[str, Any], kernels: ModuleType
-) -> None:
-    sizes = {"rows": 1, "cached": 0, **needed}
+@pytest.mark.parametrize("option", NOT_THERE)
+def test_what_the_kernels_do_not_have_is_refused(option: dict, kernels: ModuleType) -> None:
+    sizes = {"rows": 1, "cached": 0, **option}
     query = torch.randn(sizes["rows"], 4, 5, 8)
     key = torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
+    positions = torch.arange(5)[None]
     with pytest.raises(ValueError, match="attn_implementation=sdpa"):
-        kernels.torch_varlen(
-            torch.nn.Identity(), query, key, key, None, position_ids=torch.arange(5)[None], **needed
-        )
+        kernels.torch_varlen(None, query, key, key, None, position_ids=positions, **option)
 
 
 @pytest.fixture
@@ -130,11 +117,9 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run begins, in an environment with these packages: its section of the model."""
 
     def begin(installed: str, *overrides: str) -> DictConfig:
-        spec = find_spec("json")
-        monkeypatch.setattr(
-            run_life, "find_spec", lambda name: spec if name in installed.split() else None
-        )
-        (data := tmp_path / "data.parquet").touch()
+        monkeypatch.setattr(run_life, "find_spec", lambda name: name in installed.split() or None)
+        data = tmp_path / "data.parquet"
+        data.touch()
         files = (f"data.train_files={data}", f"data.val_files={data}", f"run.folder={tmp_path}/run")
         config = compose("grail_trainer", [*files, *overrides])
         try:
@@ -156,11 +141,8 @@ def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any) -> None:
     ours = "recipe.without_flash_attn"
     assert asked(begun("verl_cpu flash_attn", SLICES)) == asked(begun("torch_npu")) == (None, None)
     assert asked(begun("verl_cpu")) == ([ours], ATTENTION)
-    assert (
-        asked(begun("verl_cpu", SDPA))
-        == asked(begun("verl_cpu", f"{MODEL}.use_remove_padding=False"))
-        == ([ours], "sdpa")
-    )
+    for override in (SDPA, f"{MODEL}.use_remove_padding=False"):
+        assert asked(begun("verl_cpu", override)) == ([ours], "sdpa")
     assert asked(begun("verl_cpu", f"{MODEL}.external_lib=mine"))[0] == ["mine", ours]
 
 
@@ -171,22 +153,14 @@ def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(
     for part in load_shipped():
         part.save_pretrained(tmp_path / "model")
     dropout = f"+{MODEL}.override_config.attention_dropout=0.25"
-    config = omega_conf_to_dataclass(
-        begun("verl_cpu", f"{MODEL}.path={tmp_path}/model", dropout)
-    ).hf_config
+    section = begun("verl_cpu", f"{MODEL}.path={tmp_path}/model", dropout)
+    config = omega_conf_to_dataclass(section).hf_config
     assert config._attn_implementation == ATTENTION
     assert ATTENTION not in config.to_json_string() and config.attention_dropout == 0.25
 
 
-@pytest.mark.parametrize(
-    ("installed", "override", "message"),
-    [
-        ("", SDPA, "pip install --no-deps -e packages/verl-cpu"),
-        ("verl_cpu", SLICES, f"{SLICES} needs flash-attn"),
-    ],
-)
-def test_what_needs_flash_attn_is_refused_before_ray(
-    begun: Any, installed: str, override: str, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        begun(installed, override)
+def test_what_needs_flash_attn_is_refused_before_ray(begun: Any) -> None:
+    with pytest.raises(ValueError, match="pip install --no-deps -e packages/verl-cpu"):
+        begun("", SDPA)
+    with pytest.raises(ValueError, match=f"{SLICES} needs flash-attn"):
+        begun("verl_cpu", SLICES)

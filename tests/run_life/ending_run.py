@@ -6,8 +6,6 @@ Writes the process ids to ``FOLDER/processes.json`` and then waits for the worke
 child, and a user's upload that was detached from it. An actor of the user's dies at the start, which the user's code handles.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -33,9 +31,7 @@ class Worker:
         child = subprocess.Popen(["sleep", "300"])
         # Ray's worker ends its own children when it exits, with a session of their own or not.
         detach = ["sh", "-c", "sleep 300 >/dev/null & echo $!"]
-        upload = subprocess.run(
-            detach, start_new_session=True, stdout=subprocess.PIPE, check=True
-        ).stdout
+        upload = subprocess.check_output(detach, start_new_session=True)
         return {"worker": os.getpid(), "child": child.pid, "upload": int(upload)}
 
     def work(self) -> None:
@@ -57,16 +53,15 @@ class _Waits:
         return []
 
     def fit(self) -> None:
+        # A worker of the user's, which ends with a status of its own and is not started again.
         ray.wait([ray.remote(lambda: os._exit(7)).options(max_retries=0).remote()])
         worker = ray.remote(Worker).options(name="the_worker").remote()
         self.actor_rollout_wg = SimpleNamespace(workers=[worker])
         processes = ray.get(worker.start.remote()) | {"trainer": os.getpid()}
-        time.sleep(
-            5 * watch.INTERVAL
-        )  # the death of the user's process is noticed, if anybody asks
-        write_whole(
-            Path(self.config.trainer.default_local_dir, "processes.json"), json.dumps(processes)
-        )
+        # The death of the user's process would be noticed by then, if anybody asked.
+        time.sleep(5 * watch.INTERVAL)
+        folder = Path(self.config.trainer.default_local_dir)
+        write_whole(folder / "processes.json", json.dumps(processes))
         ray.get(worker.work.remote())
 
 
@@ -78,29 +73,23 @@ class TaskRunner:
     """verl's, by its name."""
 
     def run(self, config: DictConfig) -> None:
-        watch.INTERVAL = 0.5
+        watch.INTERVAL = 0.2
         trainer = _Trainer(config)
         trainer.init()
         trainer.fit()
 
 
 if __name__ == "__main__":
-    os.environ.update(RAY_process_group_cleanup_enabled="1")  # as recipe.run_life sets it
+    # As recipe.run_life sets it.
+    os.environ.update(RAY_process_group_cleanup_enabled="1")
     for tries in reversed(range(STARTS)):
         try:
-            ray.init(
-                **(
-                    {}
-                    if "RAY_ADDRESS" in os.environ
-                    else {"num_cpus": 4, "include_dashboard": False}
-                )
-            )
+            ray.init(num_cpus=4, include_dashboard=False)
             break
         except Exception as error:
             if NOT_STARTED not in str(error) or not tries:
                 raise
     settings = {"default_local_dir": sys.argv[1], "val_only": False, "val_before_train": False}
-    config = OmegaConf.create(
-        {"trainer": settings, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}
-    )
-    ray.get(TaskRunner.remote().run.remote(config))
+    rollout = {"name": "vllm"}
+    config = {"trainer": settings, "actor_rollout_ref": {"rollout": rollout}}
+    ray.get(TaskRunner.remote().run.remote(OmegaConf.create(config)))

@@ -1,7 +1,5 @@
 """A whole verl run in the background, whose engine is killed: which processes are there, and which are left."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import threading
@@ -29,10 +27,8 @@ class KilledRun:
             "algorithm.adv_estimator=grail",
             "data.train_batch_size=2",
             "actor_rollout_ref.rollout.n=2",
-            *(
-                f"actor_rollout_ref.actor.{size}"
-                for size in ("ppo_max_token_len_per_gpu=128", "ppo_mini_batch_size=2")
-            ),
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "trainer.total_epochs=1000",
             "trainer.total_training_steps=1000",
             "trainer.save_freq=1",
@@ -50,6 +46,7 @@ class KilledRun:
         """Note the driver and the processes below it."""
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
+            # The driver alone has this option on its command line.
             if f"hydra.run.dir={self.folder / 'hydra'}" in words and "-m" in words[:3]:
                 with contextlib.suppress(psutil.Error):
                     self.everybody |= {process, *process.children(recursive=True)}
@@ -67,17 +64,16 @@ class KilledRun:
     @property
     def engine(self) -> int:
         """The process id of a vLLM engine."""
-        living = filter(lives, self.everybody)
         return next(
-            process.pid for process in living if "VLLM::EngineCore" in " ".join(process.cmdline())
+            process.pid
+            for process in filter(lives, self.everybody)
+            if "VLLM::EngineCore" in " ".join(process.cmdline())
         )
 
     def end(self, seconds: float) -> None:
         """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
         deadline = time.monotonic() + seconds
-        while (
-            living := [process for process in self.everybody if lives(process)]
-        ) or self._thread.is_alive():
+        while (living := [*filter(lives, self.everybody)]) or self._thread.is_alive():
             assert time.monotonic() < deadline, f"after {seconds:.0f} s are still there: {living}"
             for process in living:
                 with contextlib.suppress(psutil.Error):

@@ -1,12 +1,9 @@
 """No run resumes from another run's checkpoints or writes among its files, a finished one says so, and one history stays."""
 
-from __future__ import annotations
-
 import asyncio
 import fnmatch
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -106,97 +103,76 @@ def begun(folder: Path) -> Path:
     return folder
 
 
-def test_what_may_change(begun: Path, tmp_path: Path) -> None:
-    """Each pattern names options. A clone, its data and its model may move."""
-    configs = [parsed(compose(name)).config for name in ("grail_trainer", "cpu_trainer")]
-    names = {name for config in configs for name in run_life._flat(config)}
+def test_what_may_change(begun: Path) -> None:
+    """Each pattern names options."""
+    names = set()
+    for name in ("grail_trainer", "cpu_trainer"):
+        names |= dict(run_life.options(parsed(compose(name)).config)).keys()
     assert all(fnmatch.filter(names, pattern) for pattern in MAY_CHANGE.split())
     for line in MAY_DIFFER.strip().splitlines():
         prepare(_compose(begun, *line.split()))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    _start(tmp_path / "a/run", "actor_rollout_ref.model.path=/disk/model")
-    _save(tmp_path / "a/run", 10)
-    (tmp_path / "a/run").rename(tmp_path / "b/run")
-    _start(tmp_path / "b/run", "actor_rollout_ref.model.path=/other/disk/model")
 
 
 def test_everything_else_defines_a_run(begun: Path) -> None:
     for option, (stored, value) in DEFINES.items():
         message = _refused(begun, f"{option}={value}")
         assert f"  {option.lstrip('+')}: {stored!r} there, {value!r} here\n" in message
+    # Several that differ are all named, beside one that may.
     refused = _refused(
         begun, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60"
     )
     named = {line.split(":")[0].strip() for line in refused.splitlines()[1:-1]}
-    seeds = {
-        "data.seed",
-        *(
-            f"actor_rollout_ref.{option}"
-            for option in ("actor.data_loader_seed", "actor.fsdp_config.seed")
-        ),
+    seeds = ("actor.data_loader_seed", "actor.fsdp_config.seed", "rollout.seed")
+    assert named == {"algorithm.grail.gate", "data.seed"} | {
+        f"actor_rollout_ref.{seed}" for seed in seeds
     }
-    assert named == {"algorithm.grail.gate", "actor_rollout_ref.rollout.seed"} | seeds
 
 
 def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
     """Two runs' checkpoints in one folder would be told apart by nothing."""
-    named = (
-        "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={begun}/checkpoints/global_step_10",
-    )
+    mode = "trainer.resume_mode=resume_path"
+    named = (mode, f"trainer.resume_from_path={begun}/checkpoints/global_step_10")
     for how in (named, ("trainer.resume_mode=disable",)):
         _start(begun, *how)
         assert "data.seed" in _refused(begun, *how, "data.seed=7")
     _start(begun.with_name("elsewhere"), *named, "data.seed=7")
-    assert "resume_from_path" in _refused(
-        begun, named[0], "trainer.resume_from_path=/nowhere/global_step_1"
-    )
+    nowhere = "trainer.resume_from_path=/nowhere/global_step_1"
+    assert "resume_from_path" in _refused(begun, mode, nowhere)
+    # Without a definition a checkpoint that is named is resumed from, whatever its run; the start writes a new one.
     (begun / "checkpoints" / RUN_DEFINITION).unlink()
     assert RUN_DEFINITION in _refused(begun)
     _start(begun, *named)
     _start(begun)
 
 
-@pytest.mark.parametrize("kind", ["data", "reward function", "model", "tools"])
-def test_a_file_that_was_written_anew_is_another_run_s(
-    kind: str, folder: Path, tmp_path: Path
-) -> None:
-    """Under the same name. The same content elsewhere is the same run."""
-    (model := tmp_path / "model").mkdir()
-    files = {"data": tmp_path / "data.parquet", "model": model / "weights.safetensors"}
-    files["reward function"] = tmp_path / "reward.py"
-    files["tools"] = tmp_path / "tools.yaml"
-    for file in files.values():
-        file.write_text("first")
-    options = {
-        "reward function": "reward.custom_reward_function.path",
-        "model": "actor_rollout_ref.model.path",
-    }
-    options["tools"] = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-    options["data"] = "data.train_files"
+FILES = {
+    "data.parquet": "data.train_files",
+    "reward.py": "reward.custom_reward_function.path",
+    "tools.yaml": "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "model/weights.safetensors": "actor_rollout_ref.model.path",
+}
+"""Files that a run reads, with the options that name them, or their folder."""
 
-    def overrides(at: Path) -> list[str]:
-        function, tools = (
-            f"{options[name]}={at / files[name].name}" for name in ("reward function", "tools")
-        )
-        return [function, tools, f"{options['model']}={at / 'model'}"]
 
-    _start(folder, *overrides(tmp_path))
-    _save(folder, 10)
-    _start(folder, *overrides(tmp_path))
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for name in ("reward.py", "tools.yaml"):
-        shutil.copy(tmp_path / name, moved)
-    shutil.copytree(model, moved / "model")
-    _start(folder, *overrides(moved))
-    files[kind].write_text("other")
-    assert f"  {options[kind]} ({'model' if kind == 'model' else files[kind].name}): " in _refused(
-        folder, *overrides(tmp_path)
-    )
-    files[kind].write_text("first")
-    _start(folder, *overrides(tmp_path))
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_that_was_written_anew_is_another_run_s(file: str, tmp_path: Path) -> None:
+    """Under the same name. A clone, its data and its model may move."""
+
+    def overrides(clone: Path) -> list[str]:
+        # The data are those beside the run, as for every run here.
+        return [f"{FILES[name]}={clone / name.split('/')[0]}" for name in [*FILES][1:]]
+
+    clone = tmp_path / "clone"
+    (clone / "model").mkdir(parents=True)
+    for name in FILES:
+        (clone / name).write_text("first")
+    _start(clone / "run", *overrides(clone))
+    _save(clone / "run", 10)
+    moved = clone.rename(tmp_path / "moved")
+    _start(moved / "run", *overrides(moved))
+    (moved / file).write_text("other")
+    refused = _refused(moved / "run", *overrides(moved))
+    assert f"  {FILES[file]} ({file.split('/')[0]}): another content" in refused
 
 
 def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path) -> None:
@@ -206,18 +182,12 @@ def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path) -> None:
     stored["definition"]["x\x1b[2J"] = "y\x1b[2J"
     path.write_text(json.dumps(stored))
     assert "\x1b" not in _refused(begun)
-    for odd in (
-        [],
-        {},
-        {"definition": 1, "by": 1},
-        {"definition": [], "run": ["\x1b"]},
-        {"contents": 7},
-    ):
-        path.write_text(json.dumps(odd))
+    for odd in ("{", "[]", "{}", '{"definition": []}', "[" * 99999):
+        path.write_text(odd)
         assert RUN_DEFINITION in _refused(begun)
-    path.write_text(
-        json.dumps(stored | {"definition": {}, "by": 1, "run": ["\x1b"], "contents": [7]})
-    )
+    # Nothing in it can be compared, and its name is none.
+    stored.update(definition={}, by=1, run=["\x1b"], contents=[7])
+    path.write_text(json.dumps(stored))
     _start(begun)
     assert json.loads(path.read_text())["run"].isalnum()
 
@@ -248,9 +218,11 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
     assert not ended.value.code
     for override in ("total_training_steps=60", "total_training_steps=null", "val_only=True"):
         _start(begun, f"trainer.{override}")
-    last.rename(last.with_name("global_step_45"))  # verl's tracker still names it
+    # verl's tracker still names step 50.
+    last.rename(last.with_name("global_step_45"))
     _start(begun)
-    (last.parent / "latest_checkpointed_iteration.txt").write_text("")  # by a full disk
+    # A full disk leaves the file empty.
+    (last.parent / "latest_checkpointed_iteration.txt").write_text("")
     with pytest.raises(ValueError):
         _start(begun)
 
@@ -262,18 +234,12 @@ def test_the_last_checkpoints_of_all_starts_stay(
     monkeypatch.setattr(run_life, "STARTS", ["recipe.run_life"])
     folders = [_save(folder, step) for step in (2, 4, 6, 8, 100)]
     (folders[1] / "notes.txt").touch()
-    saved = {
-        "global_step": 8,
-        "checkpoint_dir": str(folder / "checkpoints/global_step_8"),
-        "async_save": False,
-    }
-    for count, steps in ((None, [2, 4, 6, 8, 100]), (2, [4, 6, 8, 100])):
-        KeepLast(OmegaConf.create({"trainer": {"max_actor_ckpt_to_keep": count}})).on_save(
-            trainer=None, **saved
-        )
-        remaining = sorted((folder / "checkpoints").glob("global_step_*"), key=run_life._step)
-        assert [run_life._step(path) for path in remaining] == steps
-    assert [path.name for path in remaining[0].rglob("*")] == ["notes.txt"]
+    # Of steps 2, 4, 6 and 8 two stay, and of 4 what is not verl's; 100 is later.
+    for count, steps in ((None, {2, 4, 6, 8, 100}), (2, {4, 6, 8, 100})):
+        keep = KeepLast(OmegaConf.create({"trainer": {"max_actor_ckpt_to_keep": count}}))
+        keep.on_save(None, 8, str(folders[3]), async_save=False)
+        assert set(map(run_life._step, (folder / "checkpoints").glob("global_step_*"))) == steps
+    assert [path.name for path in folders[1].rglob("*")] == ["notes.txt"]
 
 
 def _run_with_children(folder: Path, connection: Connection) -> None:
@@ -293,6 +259,7 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
         prepare(_compose(folder))
         with pytest.raises(ValueError, match="belongs to a run that lives"):
             _start(folder)
+        # The child has inherited the lock's open file, and lives on.
         os.kill(run.pid, signal.SIGKILL)
         run.join()
         assert lives(child)
@@ -305,39 +272,35 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
 def test_the_switch_is_the_module_of_verls_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry := dict(TRAINER_REGISTRY)
-    )
+    registry = dict(TRAINER_REGISTRY)
+    monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry)
     run_life.register_trainers()
     assert registry and all(issubclass(trainer, KeptRun) for trainer in registry.values())
     assert all(issubclass(registry[name], trainer) for name, trainer in TRAINER_REGISTRY.items())
     _save(folder, 10)
     config = _compose(folder)
     assert patches.STARTS == []
-    prepare_run(config)  # as in verl, whatever lies there
+    # As in verl, whatever lies there.
+    prepare_run(config)
     assert config.trainer.v1.trainer_mode == "grail_sync"
 
 
 def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of verl's own logger: later lines, and a cut one, go when a run resumes before them."""
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    for resumed in (0, 2, 3):
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(path))
+    for resumed, first in ((0, 0), (2, 3), (3, 4)):
         with lines_stay(resumed):
             logger = Tracking("project", "experiment", ["file"])
-            for step in range(resumed + 1 if resumed else 0, 5):
+            for step in range(first, 5):
                 logger.log({"started": resumed}, step)
-        with (tmp_path / "metrics.jsonl").open("ab") as file:
-            file.write(b'{"step": 7, "data": {"dr')
-    lines = [
-        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[:-1]
-    ]
-    assert [(line["step"], line["data"]["started"]) for line in lines] == [
-        (0, 0),
-        (1, 0),
-        (2, 0),
-        (3, 2),
-        (4, 3),
-    ]
+        with path.open("a") as file:
+            # A kill cuts a line off.
+            file.write('{"step": 7, "data": {"dr')
+    lines = map(json.loads, path.read_text().splitlines()[:-1])
+    # Steps 0, 1 and 2 are of the first start, 3 of the one that resumed after 2, 4 of the last.
+    started = {line["step"]: line["data"]["started"] for line in lines}
+    assert started == {0: 0, 1: 0, 2: 0, 3: 2, 4: 3}
 
 
 @pytest.mark.parametrize(
@@ -367,9 +330,8 @@ class _Batches:
     """verl's data loader and batches, with its random keys."""
 
     def _fetch_one_gen_batch(self) -> TensorDict:
-        return tu.get_tensordict(
-            {"uid": np.array(["a", "b", "c"], dtype=object), "x": torch.arange(3)}
-        )
+        names = np.array(["a", "b", "c"], dtype=object)
+        return tu.get_tensordict({"uid": names, "x": torch.arange(3)})
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return batch
@@ -384,72 +346,49 @@ def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
     fetched = []
     for trainer.global_steps in (3, 3, 4):
         fetched += tu.get(trainer._fetch_one_gen_batch(), "uid")
-    assert fetched == [
-        f"00000{step}-{place:05d}" for step, count in ((3, 6), (4, 3)) for place in range(count)
-    ]
+    # Step 3 fetches twice, three prompts each.
+    assert fetched[:6] == [f"000003-{place:05d}" for place in range(6)]
+    assert fetched[6:] == [f"000004-{place:05d}" for place in range(3)]
     keys = ["000001-00002_0_0", "000001-00001_10_0", "000001-00001_2_10", "000001-00001_2_9"]
     batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{"row": i} for i in range(4)])
     balanced = trainer._balance_batch(batch, {})
+    # By numbers: session 2 is before 10, and its output 9 before 10.
     assert [tag["row"] for tag in balanced.tags] == [3, 2, 1, 0] and balanced.keys == keys[::-1]
 
 
-def _seeds(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    run: int = 0,
-    step: int = 1,
-    validate: bool = False,
-    **prompt: Any,
-) -> list:
+def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
     """The seeds of a response's three turns, for each of which verl's loops send the same parameters."""
+    values = {"run": 0, "step": 1, "validate": False, "session_id": 0, "index": 5, "uid": "a"}
+    values["raw_prompt"] = [{"role": "user", "content": "1+1"}]
+    values.update(changes)
     parameters = {"temperature": 0.7}
-    received = []
 
-    async def generate(*, sampling_params: dict) -> None:
-        received.append(sampling_params)
+    async def generate(*, sampling_params: dict) -> dict:
+        return sampling_params
 
-    async def conversation(
-        self: Any, sampling_params: dict, trajectory: dict, *, agent_name: str, **_: Any
-    ) -> None:
-        for _turn in range(3):
-            await self.llm_client.generate(sampling_params=sampling_params)
+    async def conversation(self: Any, sampling_params: dict, *_: Any, **__: Any) -> list[dict]:
+        return [await self.llm_client.generate(sampling_params=sampling_params) for _ in range(3)]
 
     monkeypatch.setattr(SeededAgentLoopWorker.__mro__[1], "_run_agent_loop", conversation)
     worker = SeededAgentLoopWorker.__new__(SeededAgentLoopWorker)
-    worker.config = SimpleNamespace(
-        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(seed=run))
-    )
+    rollout = {"seed": values["run"]}
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
     worker.llm_client = client = SimpleNamespace(generate=generate)
-    request = {
-        "raw_prompt": [{"role": "user", "content": "1+1"}],
-        "session_id": 0,
-        "index": 5,
-        "uid": "anything",
-        **prompt,
-    }
-    trajectory = {"step": step, "validate": validate, "sample_index": 3, "rollout_n": 0}
-    asyncio.run(worker._run_agent_loop(parameters, trajectory, agent_name="loop", **request))
-    assert worker.llm_client is client and parameters == {"temperature": 0.7}, (
-        "the worker's own, shared by all responses"
-    )
-    return [
-        params["seed"] for params in received if params == {**parameters, "seed": params["seed"]}
-    ]
+    received = asyncio.run(worker._run_agent_loop(parameters, values, **values))
+    # Both are the worker's own, shared by all responses.
+    assert worker.llm_client is client and parameters == {"temperature": 0.7}
+    seeds = [sent.pop("seed") for sent in received]
+    assert received == [parameters] * 3
+    return seeds
 
 
 def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prompt = [{"role": "user", "content": "1+2"}]
-    variants = [
-        {},
-        {"run": 1},
-        {"step": 2},
-        {"validate": True},
-        {"session_id": 1},
-        {"index": 6},
-        {"raw_prompt": prompt},
-    ]
-    seeds = [seed for variant in variants for seed in _seeds(monkeypatch, **variant)]
+    seeds = _seeds(monkeypatch)
+    assert _seeds(monkeypatch, uid="b") == seeds, "whenever, and under whatever key"
+    changes = {"run": 1, "step": 2, "validate": True, "session_id": 1, "index": 6}
+    changes["raw_prompt"] = [{"role": "user", "content": "1+2"}]
+    for name, value in changes.items():
+        seeds += _seeds(monkeypatch, **{name: value})
     assert len(set(seeds)) == len(seeds) == 21 and all(0 <= seed < 2**63 for seed in seeds)
-    assert _seeds(monkeypatch, uid="b") == seeds[:3], "whenever, and under whatever key"

@@ -113,9 +113,8 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
         ]
     facts["ground_truth"] = [GOLD[response.prompt] for response in hosts.RESPONSES]
     rollouts = replace(rollouts, mask=mask_BT, facts=facts)
-    expected = hosts.plain_table(
-        method, rollouts, tokens=hosts.COUNT * rollouts.padded_length
-    )  # TRL's micro-batch
+    # TRL's micro-batch
+    expected = hosts.plain_table(method, rollouts, tokens=hosts.COUNT * rollouts.padded_length)
     place = table.column_names.index("rollout_log_probs")
     sampled = table["rollout_log_probs"].to_pylist()
     for values, response in zip(sampled, hosts.RESPONSES, strict=True):
@@ -258,9 +257,10 @@ def test_a_run_received_what_it_intended(
         np.testing.assert_allclose(
             row.received_T, row.by_update_KT.mean(axis=0), rtol=1e-5, atol=1e-7
         )
+    # Ratios move
     assert (
         np.abs(np.concatenate([row.by_update_KT[1] - row.advantage_T for row in rows])).max() > 1e-3
-    )  # ratios move
+    )
     assert main([str(tmp_path / "True")]) == 0
 
 

@@ -67,9 +67,8 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
 
 def on_card(folder: Path) -> None:
     """Print a line of JSON a method with the largest difference of token advantages from the CPU's."""
-    from tests.core import (
-        card,
-    )  # this process has the device for good, from before its first backward
+    # This process has the device for good, from before its first backward
+    from tests.core import card
 
     batches = {}
     for name in ("grail", "uniform", "surprisal", "steer", "oar_p", "oar_g"):

@@ -1,7 +1,5 @@
 """The CPU platform: nothing of it without VERL_PLATFORM=cpu, verl's own values, weights through the host's memory, forks."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -9,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,16 +36,14 @@ print("PROBE" + json.dumps([sorted(PlatformRegistry.registered_names()), *files,
 @pytest.mark.slow
 def test_nothing_of_it_is_used_on_other_platforms() -> None:
     """By verl, and by the recipe. What it registers on the CPU, every whole run of the tests needs."""
-    inherited = {
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))
     }
-    environment = {**inherited, "PYTHONPATH": str(ROOT)}
+    environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
+    output = subprocess.check_output(command, env=environment, cwd=ROOT, text=True)
     variables = ["verl_cpu", "verl_cpu.plugin"]
-    assert json.loads(done.stdout.split("PROBE")[1]) == [
+    assert json.loads(output.split("PROBE")[1]) == [
         ["amd", "huawei", "nvidia"], "replica.py", "distributed.py", False, variables
     ]  # fmt: skip
 
@@ -59,37 +55,38 @@ def test_log_probabilities_are_exact(
 ) -> None:
     """Of chunks that do not divide the rows and of labels at both ends of the vocabulary: values and gradients are verl's bit
     for bit, and in bfloat16 those of float64 to float32's rounding, where verl's are rounded to 8 bits."""
-    in_a_loop = inspect.unwrap(torch_functional.logprobs_from_logits_v2)
-    monkeypatch.setattr(
-        torch_functional, "logprobs_from_logits_v2", in_a_loop
-    )  # taken back afterwards
+    name = "logprobs_from_logits_v2"
+    in_a_loop = inspect.unwrap(getattr(torch_functional, name))
+    # It is taken back afterwards.
+    monkeypatch.setattr(torch_functional, name, in_a_loop)
+    # 7 rows of 37 logits at a time, which divide neither 300 rows nor 5 x 60.
     monkeypatch.setattr(patches, "CHUNK", {"cpu": 7 * 37 + 1})
     patches.log_probabilities_in_few_calls()
     generator = torch.Generator().manual_seed(0)
     logits = (40 * torch.randn(*shape, 37, generator=generator)).to(dtype)
     labels = torch.randint(37, shape, generator=generator)
+    # Both ends of the vocabulary.
     labels[0] = 0
     labels[-1] = 36
     upstream = torch.randn(shape, generator=generator)
-    seen = []
-    for function, type_ in (
-        (in_a_loop, dtype),
-        (torch_functional.logprobs_from_logits_v2, dtype),
-        (in_a_loop, torch.float64),
-    ):
-        leaf = logits.clone().to(type_).requires_grad_()
+
+    def results(function: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The values and their gradient."""
+        leaf = logits.clone().to(dtype).requires_grad_()
         values = function(leaf, labels)
         values.backward(upstream.to(values.dtype))
-        seen.append((values.detach(), leaf.grad))
-    verls, ours, exact = seen
+        return [values.detach(), leaf.grad]
+
+    verls = results(in_a_loop, dtype)
+    ours = results(torch_functional.logprobs_from_logits_v2, dtype)
+    exact = results(in_a_loop, torch.float64)
     assert ours[0].dtype == torch.promote_types(dtype, torch.float32) and exact[0].min() < -50
     torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(ours[1].double(), exact[1], rtol=torch.finfo(dtype).eps, atol=1e-5)
-    assert (
-        all(map(torch.equal, verls, ours))
-        if dtype != torch.bfloat16
-        else (verls[0] - exact[0]).abs().max() > 0.01
-    )
+    if dtype == torch.bfloat16:
+        assert (verls[0] - exact[0]).abs().max() > 0.01
+    else:
+        assert all(map(torch.equal, verls, ours))
 
 
 def test_weights_arrive_twice_and_leave_nothing(
@@ -105,17 +102,16 @@ def test_weights_arrive_twice_and_leave_nothing(
         return {name: tensor async for name, tensor in engine.receive_weights()}
 
     async def synchronise(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        topologies = HostCheckpointEngine.build_topology(
-            2, 2, [engine.prepare() for engine in (*trainers, *rollouts)]
-        )
+        paths = [engine.prepare() for engine in (*trainers, *rollouts)]
+        topologies = HostCheckpointEngine.build_topology(2, 2, paths)
         for engines, topology in zip((trainers, rollouts), topologies, strict=True):
-            for rank, engine in enumerate(engines):
-                engine.init_process_group(
-                    **{name: values[rank] for name, values in topology.items()}
-                )
+            for engine, path in zip(engines, topology["path"], strict=True):
+                engine.init_process_group(path=path)
         waiting = [asyncio.create_task(received(engine)) for engine in rollouts]
+        # Nobody has written yet.
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in waiting)
+        # The first rank, which writes, is the last to come.
         for engine in reversed(trainers):
             await engine.send_weights(iter(weights.items()))
         results = await asyncio.gather(*waiting)
@@ -127,9 +123,8 @@ def test_weights_arrive_twice_and_leave_nothing(
         generator = torch.Generator().manual_seed(seed)
         weights = {name: torch.randn(3, 5, generator=generator) for name in ("embed", "head")}
         for result in asyncio.run(synchronise(weights)):
-            assert result.keys() == weights.keys() and all(
-                torch.equal(result[name], weights[name]) for name in weights
-            )
+            assert result.keys() == weights.keys()
+            assert all(map(torch.equal, result.values(), weights.values()))
         assert list(tmp_path.iterdir()) == []
 
 
@@ -172,7 +167,9 @@ def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(
 ) -> None:
     """Ray reads the job's number while it is imported: a fork for another job would take itself for the first one's. The
     server ends with the run's own process, and removes its folder; without a server Python runs."""
-    (script := tmp_path / "script.py").write_text(SCRIPT)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    address = server.args[-2]
     client = [
         "nice",
         "-n",
@@ -181,7 +178,7 @@ def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(
         "-I",
         "-S",
         str(CLIENT),
-        server.args[-2],
+        address,
         str(script),
         "-x",
     ]
@@ -189,38 +186,25 @@ def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(
     def worker(answer: str, job: str = "01000000") -> dict:
         """What it sees of itself; it must say on stderr what it was given on stdin."""
         environment = {"RAY_JOB_ID": job, "RAY_RAYLET_PID": "7", "NUMBER": answer}
-        done = subprocess.run(
-            client,
-            env=environment,
-            cwd=tmp_path,
-            input=answer,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        streams = {"input": answer, "capture_output": True, "text": True}
+        done = subprocess.run(client, env=environment, cwd=tmp_path, check=True, **streams)
         request = json.loads(done.stdout)
-        assert (done.stderr, request["arguments"], request["name"]) == (
-            answer,
-            [str(script), "-x"],
-            "__main__",
-        )
+        assert (done.stderr, request["name"]) == (answer, "__main__")
+        assert request["arguments"] == [str(script), "-x"]
         assert (request["folder"], request["nice"]) == (str(tmp_path), min(os.nice(0) + 3, 19))
-        assert (
-            request["environment"].items() >= environment.items()
-            and "HOME" not in request["environment"]
-        )
+        assert request["environment"].items() >= environment.items()
+        assert "HOME" not in request["environment"]
         return request
 
     workers = [worker("line 0\n"), worker("line 1\n")]
-    for first in workers:
-        assert (
-            first["parent"] == server.pid
-            and first["group"] == first["pid"]
-            and first["preloaded"] == [True, True]
-        )
+    for fork in workers:
+        assert fork["parent"] == server.pid and fork["group"] == fork["pid"]
+        assert fork["preloaded"] == [True, True]
     assert workers[0]["pid"] != workers[1]["pid"]
+    # Of another job; Python runs without what the server has imported.
     second = worker("", "02000000")
     assert second["parent"] != server.pid and second["preloaded"] == [False, False]
+    # The run's own process has ended.
     server.stdin.close()
-    assert server.wait(60) == 0 and not Path(server.args[-2]).parent.exists()
+    assert server.wait(60) == 0 and not Path(address).parent.exists()
     assert worker("said\n")["preloaded"] == [False, False]

@@ -274,9 +274,8 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
         config = LoraConfig(task_type="CAUSAL_LM", r=4, **options)
         adapted = get_peft_model(tiny_model(**MODELS[base]), config)
         for path, parameter in adapted.named_parameters():
-            if (
-                "lora_B" in path or "lora_embedding_A" in path
-            ):  # zeros when new, which would leave the model as it was
+            # Zeros when new, which would leave the model as it was
+            if "lora_B" in path or "lora_embedding_A" in path:
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(folder / name)
         models[name] = PeftModel.from_pretrained(tiny_model(**MODELS[base]), folder / name).eval()
@@ -474,9 +473,8 @@ class Rank:
                     scores_by: self._own(engine, scores_by, setup) for scores_by in passes_of(name)
                 }
                 results["grad_enabled"] = torch.is_grad_enabled()
-                self._own(
-                    engine, "saliency, robust", setup
-                )  # the last one before a step is one with gradients
+                # The last one before a step is one with gradients
+                self._own(engine, "saliency, robust", setup)
             if setup.adapter:
                 weights, _ = engine.get_per_tensor_param()
                 results["merged"].append({weight: value.clone() for weight, value in weights})

@@ -202,9 +202,8 @@ def test_yaml_names_every_option_with_its_default() -> None:
     for name, method in (("grail_trainer", "gradient"), ("cpu_trainer", "perturbation")):
         config = compose(name, [f"{METHOD}=oar_{method[0]}"])
         assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
-        variant = (
-            "grail_port" if method == "gradient" else "official"
-        )  # as GRAIL's authors ran OAR-G
+        # As GRAIL's authors ran OAR-G
+        variant = "grail_port" if method == "gradient" else "official"
         assert Settings.parse(config).method == Oar(method, variant=variant)
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
     assert Grail(**options) == Grail("robust") and set(options) == set(Grail.model_fields)
@@ -397,9 +396,8 @@ class TestCommands:
         config = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL)
         validated = []
         monkeypatch.setenv("DRY_RUN", "1")
-        start_run(
-            config, lambda: validated.append(config.trainer.v1.trainer_mode)
-        )  # and verl goes on
+        # And verl goes on
+        start_run(config, lambda: validated.append(config.trainer.v1.trainer_mode))
         assert validated == ["sync"]
         monkeypatch.setenv("DRY_RUN", "true")
         with pytest.raises(ValueError, match="DRY_RUN=true is unknown; use 1"):

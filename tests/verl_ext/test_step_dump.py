@@ -154,9 +154,8 @@ class TestFacts:
     def test_facts_of_the_data_and_of_the_reward_function(self, tmp_path: Path) -> None:
         step = Step(f"{ROLLOUT}.temperature=0.5", folder=tmp_path)
         step.run("a_1_0")
-        for row in (
-            step.store.rows.values()
-        ):  # what the run does to its tensors afterwards must not reach the file
+        # What the run does to its tensors afterwards must not reach the file
+        for row in step.store.rows.values():
             [
                 row[name].fill_(99.0)
                 for name in ("advantages", "old_log_probs", "entropy", "rm_scores")

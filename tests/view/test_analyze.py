@@ -83,9 +83,10 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     settings: dict[str, Any] = {"model": "tiny", "temperature": hosts.TEMPERATURE, "tokens": tokens}
     settings["reference"] = "other", hosts.reference_model
     analyze(responses, methods, tmp_path / "a", char_tokenizer(), tiny_model, **settings)
+    # No tool's
     mask_BT = torch.arange(hosts.LIMIT) < torch.tensor(
         [[len(source.ids)] for source in hosts.RESPONSES]
-    )  # no tool's
+    )
     part = hosts.plain_rollouts(mask=mask_BT, truncated=None).part(chosen)
     names = [response.id for response in responses]
     changes: dict[str, Any] = {
@@ -703,9 +704,8 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
     for name, change in changes.items():
         with pytest.raises(SystemExit, match=f"another .*{name}"):
             call(*start, *change())
-    tiny_model(max_position_embeddings=512, seed=2).save_pretrained(
-        "model"
-    )  # trained on, under the same name
+    # Trained on, under the same name
+    tiny_model(max_position_embeddings=512, seed=2).save_pretrained("model")
     with pytest.raises(SystemExit, match="another files"):
         call(*start)
     call(*start[:-1], "again")

@@ -10,8 +10,6 @@ What a run names in its configuration, or may do without: ``config/cpu.yaml`` (v
 tasks that train in minutes).
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 
 

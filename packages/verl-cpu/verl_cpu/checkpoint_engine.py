@@ -10,8 +10,6 @@ The first trainer rank writes every tensor into one file below ``/dev/shm`` and 
 rollout worker waits for that name and reads it. One machine only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, Generator

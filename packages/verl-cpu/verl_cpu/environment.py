@@ -1,7 +1,5 @@
 """Environment variables of a CPU run. Every process applies them when it imports verl; a variable that is set stays."""
 
-from __future__ import annotations
-
 import os
 
 import psutil

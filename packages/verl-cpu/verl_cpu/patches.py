@@ -1,7 +1,5 @@
 """All code of this platform that replaces code of verl or torch; each with its reason."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verl's device abstraction (``verl.plugin.platform``) for the host CPU, selected with ``VERL_PLATFORM=cpu``."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -78,9 +76,8 @@ class CpuPlatform(PlatformBase):
     device_name = vendor_name = property(_always("cpu"))
     device_module = property(_always(DEVICE))
     is_available = _always(True)
-    is_platform_available = is_ipc_supported = _always(
-        False
-    )  # never chosen by auto-detection: the user asks for it
+    # It is never chosen by auto-detection: the user asks for it.
+    is_platform_available = is_ipc_supported = _always(False)
     current_device = _always(_CpuDevice("cpu"))
     device_count = _always(1)
     set_device = synchronize = set_allocator_settings = empty_cache = _always(None)

@@ -1,7 +1,5 @@
 """verl's replay buffer with a configurable polling interval, selected in ``config/cpu.yaml``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer

@@ -5,8 +5,6 @@ verl chooses the worker's extension in ``vLLMHttpServer._get_worker_extension_cl
 imports vLLM, which takes seconds; ``verl_cpu`` registers it by name.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import tempfile
@@ -30,9 +28,8 @@ class CpuServerAdapter(ServerAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.zmq_handle = self.zmq_handle.replace(
-            ray.get_runtime_context().get_job_id(), cluster_job_id()
-        )
+        job_id = ray.get_runtime_context().get_job_id()
+        self.zmq_handle = self.zmq_handle.replace(job_id, cluster_job_id())
 
 
 class CpuVLLMHttpServer(vLLMHttpServer):
@@ -40,13 +37,12 @@ class CpuVLLMHttpServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        os.environ["VERL_RAY_JOB_ID"] = (
-            cluster_job_id()
-        )  # read by vLLM's worker, a child of this process
+        # vLLM's worker, a child of this process, reads it.
+        os.environ["VERL_RAY_JOB_ID"] = cluster_job_id()
         path = self.model_config.local_path
         if glob.escape(path) != path:  # vLLM looks for the weights by a pattern
             self._link = tempfile.TemporaryDirectory(prefix="verl-cpu-model-")
-            self.model_config.local_path = os.path.join(self._link.name, "model")
+            self.model_config.local_path = f"{self._link.name}/model"
             os.symlink(os.path.abspath(path), self.model_config.local_path)
 
     def _get_worker_extension_cls(self) -> str:

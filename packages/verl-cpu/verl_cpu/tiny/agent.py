@@ -16,8 +16,6 @@ with ``end``. The right answer is worth ``ANSWER``. So the model decides in each
 ``MAX_TURNS``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -78,9 +76,12 @@ def compute_score(
     0."""
     # verl counts the prompt and the replies among the turns, so half of them are the model's.
     turns = int(extra_info["num_turns"]) // 2
-    rewards = turn_rewards(
-        extra_info["tool_rewards"], turns, boxed_answer(solution_str) == ground_truth
-    )
-    steps = len(Problem.parse(extra_info["problem"]).steps)
-    perfect = rewards == [RIGHT] * steps + [ANSWER]
+    answered = boxed_answer(solution_str) == ground_truth
+    rewards = turn_rewards(extra_info["tool_rewards"], turns, answered)
+    perfect = is_perfect(Problem.parse(extra_info["problem"]), rewards)
     return {"score": sum(rewards), "acc": float(perfect), "turn_rewards": rewards}
+
+
+def is_perfect(problem: Problem, rewards: list[float]) -> bool:
+    """Returns whether every turn is right, and none is too many or too few, by the turns' rewards."""
+    return rewards == [RIGHT] * len(problem.steps) + [ANSWER]

@@ -1,7 +1,5 @@
 """The tool ``check`` of :mod:`verl_cpu.tiny.agent` as verl's tool agent loop calls it; in ``agent_tools.yaml``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.tools.base_tool import BaseTool

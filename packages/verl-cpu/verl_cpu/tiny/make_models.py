@@ -9,8 +9,6 @@ agent's model is that one with a few tokens more, trained on conversations with 
 tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny import agent, shipped
@@ -69,15 +68,10 @@ def fine_tune(
 
 def _loss(model: PreTrainedModel, padding: int, rows: Sequence[Row]) -> torch.Tensor:
     """Returns the mean over the responses' tokens."""
-    longest = max(len(prompt) + len(response) for prompt, response in rows)
-
-    def padded(filler: int, rows: Iterable[list[int]]) -> torch.Tensor:
-        return torch.tensor(
-            [row + [filler] * (longest - len(row)) for row in rows], device=model.device
-        )
-
-    ids_BL = padded(padding, (prompt + response for prompt, response in rows))
-    labels_BL = padded(IGNORED, ([IGNORED] * len(prompt) + response for prompt, response in rows))
+    ids = [torch.tensor(prompt + response) for prompt, response in rows]
+    labels = [torch.tensor([IGNORED] * len(prompt) + response) for prompt, response in rows]
+    ids_BL = pad_sequence(ids, batch_first=True, padding_value=padding).to(model.device)
+    labels_BL = pad_sequence(labels, batch_first=True, padding_value=IGNORED).to(model.device)
     # Right padding needs no attention mask: a causal model's real tokens never look at it.
     logits_BLV = model(input_ids=ids_BL).logits[:, :-1].flatten(0, 1).float()
     return F.cross_entropy(logits_BLV, labels_BL[:, 1:].flatten(), ignore_index=IGNORED)
@@ -119,23 +113,19 @@ def warm_up(
     started = time.monotonic()
 
     def written(problem: Problem) -> Row:
-        solution = tokenizer.encode(
-            solve(problem, settings.error_rate, rng, wording), add_special_tokens=False
-        )
-        return prompt_ids(tokenizer, problem), [*solution, tokenizer.eos_token_id]
+        solution = solve(problem, settings.error_rate, rng, wording)
+        response = tokenizer.encode(solution, add_special_tokens=False)
+        return prompt_ids(tokenizer, problem), [*response, tokenizer.eos_token_id]
 
+    judged = partial(judge, model, tokenizer, validation, max_new_tokens=max_new_tokens)
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
-    batches = ([written(problem) for problem in problems] for problems in chosen)
+    batches = (list(map(written, problems)) for problems in chosen)
     for step, loss in fine_tune(model, tokenizer, batches, settings.learning_rate_of):
         # The last step is judged in any case: its figures are returned.
         if step != settings.steps and step % settings.evaluate_every:
             continue
-        greedy = judge(
-            model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens
-        )["right"]
-        sampled = judge(
-            model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens
-        )["right"]
+        greedy = judged(temperature=0.0)["right"]
+        sampled = judged(seed=settings.seed)["right"]
         seconds = round(time.monotonic() - started, 1)
         print(
             f"step {step}/{settings.steps}  loss {loss:.4f}  greedy {greedy:.2f}  sampled {sampled:.2f}  {seconds} s"
@@ -155,12 +145,10 @@ def warm_up(
 class AgentSettings:
     """Supervised training on conversations with mistakes."""
 
-    error_rate: float = (
-        0.35  # probability that a step's result is wrong: any other one, all equally likely
-    )
-    stop_rate: float = (
-        0.06  # probability, before each step, that the model stops there and boxes the value so far
-    )
+    # Probability that a step's result is incorrect: any other one, all equally likely.
+    error_rate: float = 0.35
+    # Probability, before each step, that the model stops there and boxes the value so far.
+    stop_rate: float = 0.06
     extra_rate: float = 0.3  # probability of a call after the last step
     batch_size: int = 32
     learning_rate: float = 2e-3
@@ -188,12 +176,8 @@ def demonstrate(
         # Only after all steps can a call be one too many.
         if rng.random() < settings.extra_rate:
             operator, term = rng.choice(problem.steps)
-            turns.append(
-                (
-                    agent.call_text(f"{value}{operator}{term}={rng.randint(0, MAX_VALUE)}"),
-                    agent.NOTHING_LEFT,
-                )
-            )
+            call = agent.call_text(f"{value}{operator}{term}={rng.randint(0, MAX_VALUE)}")
+            turns.append((call, agent.NOTHING_LEFT))
     return [*turns, (f"\\boxed{{{value}}}", None)]
 
 
@@ -218,14 +202,8 @@ def make_tiny(folder: Path = shipped.FOLDER) -> None:
     """Warm a freshly initialised model up, and write its weights."""
     settings = WarmUpSettings()
     tokenizer = build_tokenizer()
-    _make(
-        build_model(tokenizer, settings.seed),
-        tokenizer,
-        folder,
-        settings,
-        MAX_RESPONSE_TOKENS,
-        SHORT,
-    )
+    model = build_model(tokenizer, settings.seed)
+    _make(model, tokenizer, folder, settings, MAX_RESPONSE_TOKENS, SHORT)
 
 
 def make_long(folder: Path) -> None:
@@ -277,9 +255,8 @@ def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:
         return settings.learning_rate * min(1.0, step / 20) * (1.1 - step / settings.steps)
 
     chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
-    *_, (_, loss) = fine_tune(
-        model, tokenizer, (list(map(shown, drawn)) for drawn in chosen), learning_rate
-    )
+    batches = (list(map(shown, problems)) for problems in chosen)
+    *_, (_, loss) = fine_tune(model, tokenizer, batches, learning_rate)
     ship(model, folder, settings, partial(measure, tokenizer=tokenizer, chosen=held_out), loss=loss)
 
 
@@ -297,39 +274,31 @@ def measure(
     active = list(range(len(chosen)))
     for turn in range(agent.MAX_TURNS):
         prompts = [contexts[row] for row in active]
-        going_on = []
-        responses = sample(
-            model,
-            tokenizer,
-            prompts,
-            uniform(seed + turn, len(prompts), MAX_TURN_TOKENS),
-            temperature,
-        )
-        for row, ids in zip(active, responses, strict=True):
+        random_numbers = uniform(seed + turn, len(prompts), MAX_TURN_TOKENS)
+        responses = sample(model, tokenizer, prompts, random_numbers, temperature)
+        rows = active
+        active = []
+        for row, ids in zip(rows, responses, strict=True):
             problem = chosen[row]
             text = tokenizer.decode(ids)
             step = agent.called_step(text)
             if step is None or turn == agent.MAX_TURNS - 1:
-                rewards[row] = agent.turn_rewards(
-                    rewards[row], turn + 1, boxed_answer(text) == str(problem.answer)
-                )
+                answered = boxed_answer(text) == str(problem.answer)
+                rewards[row] = agent.turn_rewards(rewards[row], turn + 1, answered)
                 continue
             reply, reward = agent.check(problem, turn, step)
             rewards[row].append(reward)
             contexts[row] += ids + shipped.reply_ids(tokenizer, reply)
-            going_on.append(row)
-        if not (active := going_on):
+            active.append(row)
+        if not active:
             break
-    perfect = [
-        row == [agent.RIGHT] * len(task.steps) + [agent.ANSWER]
-        for row, task in zip(rewards, chosen, strict=True)
-    ]
-    totals = {
-        "reward": sum(map(sum, rewards)),
-        "perfect": sum(perfect),
-        "turns": sum(map(len, rewards)),
+    count = len(chosen)
+    perfect = sum(map(agent.is_perfect, chosen, rewards))
+    return {
+        "reward": sum(map(sum, rewards)) / count,
+        "perfect": perfect / count,
+        "turns": sum(map(len, rewards)) / count,
     }
-    return {name: total / len(chosen) for name, total in totals.items()}
 
 
 if __name__ == "__main__":

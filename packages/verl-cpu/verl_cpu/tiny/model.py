@@ -2,8 +2,6 @@
 those that make ``user``, ``assistant`` and ``boxed`` one token each. Every other character is a token of its own, and
 all that knows Qwen's tokenizer (vLLM, verl's agent loop, the answer span finder) knows this one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

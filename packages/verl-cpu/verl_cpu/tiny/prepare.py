@@ -5,8 +5,6 @@
 A second call with the same settings and the same code finds ``DIR/warm_up.json`` and returns at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -29,21 +27,18 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
     """Fill ``output_dir``; returns False when an earlier call with the same settings and code had already done so, and
     its files are as it left them."""
     stamp = output_dir / STAMP
-    (load, held_out) = BASES[base_model]
+    load, held_out = BASES[base_model]
     settings = {"base_model": base_model, "seed": seed, "code": code_digest()}
     if stamp.is_file() and stamp.read_text() == stamp_text(settings, output_dir):
         print(f"reused {output_dir}: settings and code are unchanged", flush=True)
         return False
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(
-        missing_ok=True
-    )  # written last, so that an interrupted call is not taken for a finished one
-    splits = {
-        "train": problems("train", TRAIN, seed=seed),
-        "validation": problems("validation", held_out, seed=seed),
-    }
-    write(output_dir, *load(), splits)
+    # It is written last, so that an interrupted call is not taken for a finished one.
+    stamp.unlink(missing_ok=True)
+    train = problems("train", TRAIN, seed=seed)
+    validation = problems("validation", held_out, seed=seed)
+    write(output_dir, *load(), {"train": train, "validation": validation})
     stamp.write_text(stamp_text(settings, output_dir))
     print(f"wrote {output_dir}", flush=True)
     return True
@@ -80,10 +75,8 @@ def stamp_text(settings: dict[str, object], output_dir: Path) -> str:
 
 def code_digest() -> str:
     """Hash of this folder's sources and models: a changed task or model makes an old folder stale."""
-    folder = Path(__file__).parent
-    return digest_of(
-        [*folder.glob("*.py"), *folder.glob("*/*.json"), *folder.glob("*/*.safetensors")]
-    )
+    patterns = ("*.py", "*/*.json", "*/*.safetensors")
+    return digest_of([file for pattern in patterns for file in Path(__file__).parent.glob(pattern)])
 
 
 def digest_of(files: list[Path]) -> str:
@@ -101,8 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems")
     parser.add_argument("--base-model", choices=BASES, default="tiny", help="the model to train")
-    options = parser.parse_args(arguments)
-    prepare(options.output_dir, options.base_model, options.seed)
+    prepare(**vars(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

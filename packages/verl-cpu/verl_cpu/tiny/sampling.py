@@ -1,8 +1,6 @@
 """Sampling without an inference engine, by random numbers that the caller gives. Shape suffixes: B responses, L prompt
 and response, T response tokens, V vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,9 +9,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from verl_cpu.tiny.task import Problem, boxed_answer
 
-MAX_RESPONSE_TOKENS = (
-    64  # six steps and a box take at most 57 while the running value stays in the task's range
-)
+# Six steps and a box take at most 57 while the running value stays in the task's range.
+MAX_RESPONSE_TOKENS = 64
 MAX_LONG_TOKENS = 200  # likewise, in more words
 TOGETHER = 512  # responses that are sampled together
 
@@ -114,13 +111,8 @@ def judge(
     """Shares of the problems whose sampled response has a complete box (``boxed``), and the exact integer in the last
     one (``right``)."""
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
-    responses = sample(
-        model, tokenizer, prompts, uniform(seed, len(prompts), max_new_tokens), temperature
-    )
-    boxes = [
-        boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)
-    ]
-    right = sum(
-        answer == str(problem.answer) for answer, problem in zip(boxes, problems, strict=True)
-    )
+    random_numbers = uniform(seed, len(prompts), max_new_tokens)
+    responses = sample(model, tokenizer, prompts, random_numbers, temperature)
+    boxes = list(map(boxed_answer, tokenizer.batch_decode(responses, skip_special_tokens=True)))
+    right = sum(box == str(problem.answer) for box, problem in zip(boxes, problems, strict=True))
     return {"boxed": 1 - boxes.count(None) / len(problems), "right": right / len(problems)}

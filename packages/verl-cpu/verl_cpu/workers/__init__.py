@@ -6,8 +6,6 @@ until it ends. Where no server answers, on another machine or after the run's en
 Ray wanted.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket
@@ -32,13 +30,10 @@ def start(config: Any, modules: Sequence[str] = ()) -> None:
 
     if OmegaConf.select(config, PY_EXECUTABLE) is not None:
         return
+    verls = get_ppo_ray_runtime_env(config).get("env_vars", {})
     configured = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars", default={})
     # As Ray would start a worker: verl's variables, then those of the configuration.
-    environment = {
-        **os.environ,
-        **get_ppo_ray_runtime_env(config).get("env_vars", {}),
-        **configured,
-    }
+    environment = {**os.environ, **verls, **configured}
     OmegaConf.update(config, PY_EXECUTABLE, serve(environment, modules), force_add=True)
 
 
@@ -50,18 +45,11 @@ def serve(environment: Mapping[str, str], modules: Sequence[str] = ()) -> str:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen(64)
-        command = [
-            sys.executable,
-            "-m",
-            "verl_cpu.workers.server",
-            str(address),
-            str(listener.fileno()),
-            *modules,
-        ]
+        number = listener.fileno()
+        command = [sys.executable, "-m", "verl_cpu.workers.server", str(address), str(number)]
         _server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()]
+            [*command, *modules], stdin=subprocess.PIPE, env=environment, pass_fds=[number]
         )
+    client = str(Path(__file__).with_name("client.py"))
     # -I -S: without site-packages, which the client does not need, it starts sooner.
-    return shlex.join(
-        [sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(address)]
-    )
+    return shlex.join([sys.executable, "-I", "-S", client, str(address)])

@@ -1,8 +1,6 @@
 """The process that Ray's workers are forks of: ``python -m verl_cpu.workers.server ADDRESS NUMBER [MODULE ...]``, with
 the number of the open file that listens at the address, and further modules to import. It ends when its input does."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json
@@ -83,9 +81,8 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    importlib.import_module(
-        "numpy"
-    ).random.seed()  # Python's own generator takes a new seed in every fork
+    # Python's own generator takes a new seed in every fork.
+    importlib.import_module("numpy").random.seed()
     sys.argv = request["arguments"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
