@@ -35,8 +35,10 @@ def times(factor: Callable[[MicroBatch], Any]) -> Change:
 
 def rolled(*columns: str, by: int = 1) -> Change:
     """Columns with each token's value of the one before it, or after it."""
+    # The first position, or the last, has no neighbour on that side.
     is_inside = (torch.arange(T) > 0) if by > 0 else (torch.arange(T) < T - 1)
 
+    # What comes in from the other end is 0.
     def change(m: MicroBatch) -> MicroBatch:
         moved = {name: getattr(m, name).roll(by, 1) for name in columns}
         return replace(m, **{name: torch.where(is_inside, moved[name], 0) for name in columns})
@@ -84,6 +86,7 @@ def plan(pieces: Callable[[torch.Generator], Sequence[Tensor]]) -> Prepare:
 def by_turn(loop: Rollout, draw: torch.Generator) -> Rollout:
     """Four rows of one turn each, on tokens of its own at the right, with an advantage of its own."""
     mask = torch.arange(T) >= T - torch.randint(5, T, (B, 1), generator=draw)
+    # Rows 0 to 3 are the turns of one response.
     signs = torch.randn(B // 4, 1, generator=draw).sign().repeat_interleave(4, 0)
     return replace(loop, batch=replace(loop.batch, advantages_BT=signs * mask, mask_BT=mask))
 
@@ -95,6 +98,7 @@ def whitened(m: MicroBatch) -> Tensor:
 
 def less_its_groups_mean(m: MicroBatch) -> Tensor:
     """Once more, of the rewards 0 and 1 of groups of eight."""
+    # A positive advantage stands for the reward 1.
     rewards = (m.batch.advantages_BT[:, 0] > 0).float().reshape(-1, 8)
     means = rewards.mean(1).repeat_interleave(8)
     return (m.advantages - means[m.rows, None]) * m.mask
@@ -112,6 +116,7 @@ def temperatures(policy: float, old: float, scale: float = 1.0) -> Prepare:
     """Of the policy's log-probabilities and of the old ones, which are divided by the scale."""
 
     def prepared(loop: Rollout, draw: torch.Generator) -> Rollout:
+        # Of twenty tokens the first was sampled.
         logits = torch.randn(B, T, 20, generator=draw) * 2
         policy_BT, old_BT = ((logits / t).log_softmax(-1)[..., 0] for t in (policy, old))
         batch = replace(loop.batch, old_log_probs_BT=old_BT / scale)
@@ -121,6 +126,7 @@ def temperatures(policy: float, old: float, scale: float = 1.0) -> Prepare:
 
 
 ALL = torch.arange(B)
+# Two stretches of responses have each other's places.
 RESAMPLED = torch.cat([ALL[:4], ALL[4:8].roll(1), ALL[8:20], ALL[20:28].roll(3), ALL[28:]])
 SHUFFLED = torch.randperm(B, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(8, 1, generator=torch.Generator().manual_seed(1))
@@ -280,6 +286,7 @@ def looped(
     """The loop's batch, its loss as declared, and what it measured."""
     options = {"ties": bool(seed % 2)} | setting
     loop = receipt_loop.rollout(seed, responses=B, tokens=T, **options)
+    # What the loss divides by was counted before the fault.
     counted_BT = loop.batch.mask_BT
     old_BT = loop.batch.old_log_probs_BT.to(dtype).float()
     batch = replace(loop.batch, old_log_probs_BT=old_BT)
@@ -318,6 +325,7 @@ def cells(faults: list[Fault], stride: int = 1) -> Iterator[tuple[Fault, list[st
     for fault, seed, setting in all_cells[::stride]:
         changes = fault.change if isinstance(fault.change, tuple) else (fault.change,)
         batch, declared, pieces = looped(seed, changes, fault.prepare, **setting)
+        # A made-up fault may change nothing, such as a clip that takes no token.
         faulty, clean = (
             torch.cat([piece.gradient_bT for piece in pieces])
             for pieces in (pieces, looped(seed, **setting)[2])
@@ -325,6 +333,7 @@ def cells(faults: list[Fault], stride: int = 1) -> Iterator[tuple[Fault, list[st
         if fault in MADE_UP and (faulty - clean).abs().max() <= 1e-5 * clean.abs().max():
             continue
         receipt = check(batch, declared, pieces)
+        # A note is the right answer to rounding alone.
         is_note = fault.right == "rounded"
         names = [finding.name for finding in receipt.findings if finding.mismatch or is_note]
         yield fault, names, receipt
@@ -361,6 +370,7 @@ def quiet(count: int) -> Iterator[tuple[dict[str, Any], Receipt]]:
             name: values[int(torch.randint(len(values), (), generator=draw))]
             for name, values in choices.items()
         }
+        # One in four.
         dtype = torch.bfloat16 if seed % 4 == 0 else torch.float32
         yield setting, check(*looped(seed, dtype=dtype, **setting))
 

@@ -76,6 +76,7 @@ def rollout(
     generator = torch.Generator().manual_seed(seed)
     shape = (responses, tokens)
     lengths = torch.randint(2, tokens + 1, (responses, 1), generator=generator)
+    # One response is as long as any may be.
     lengths[0] = tokens
     place = torch.arange(tokens)
     # The first token is never a tool's.
@@ -87,10 +88,12 @@ def rollout(
     if token_advantages:
         advantages = advantages * torch.rand(shape, generator=generator).mul(2)
     advantages = torch.where(mask, advantages, 0.0)
+    # One has no advantage.
     advantages[responses // 2] = 0.0
     old = -3 * torch.rand(shape, generator=generator) - 0.01
     moved = drift * torch.randn(updates * epochs, *shape, generator=generator)
     policy = (old + moved).clamp(max=-0.01)
+    # The first update is on policy.
     policy[0] = old
     plan = []
     for _ in range(epochs):
@@ -129,6 +132,7 @@ def train(loop: Rollout, loss: Callable[[MicroBatch], Tensor] = ppo) -> list[Pie
     if weights_BT is None:
         weights_BT = torch.ones_like(batch.advantages_BT)
     columns = (batch.old_log_probs_BT, batch.advantages_BT, batch.mask_BT, weights_BT)
+    # In the order of the fields.
     columns += (batch.ref_log_probs_BT,)
     pieces = []
     for update, step in enumerate(loop.plan):

@@ -38,6 +38,7 @@ PAGE = (ROOT / "docs" / "receipt.md").read_text(encoding="utf-8")
 
 def test_each_fault_of_history_is_seen_and_the_first_line_is_right() -> None:
     results = list(cells(THREADS))
+    # None is missed, and at most one in twenty has another first line.
     assert len(THREADS) == 30 and all(names for _, names, _ in results)
     assert len(misnamed(results)) <= 0.05 * len(results), misnamed(results)
 
@@ -47,6 +48,7 @@ def test_nothing_is_missed_and_each_example_differs() -> None:
     results = list(cells(MADE_UP, stride=2))
     assert len(results) > 60 and all(names for _, names, _ in results)
     assert len(misnamed(results)) <= 0.03 * len(results), misnamed(results)
+    # Structure comes first, then what covers most tokens.
     for _, _, receipt in results:
         structure = ("missing", "repeated", "not finite")
         order = [(not f.mismatch, f.name not in structure, -f.tokens) for f in receipt.findings]
@@ -77,6 +79,7 @@ def test_the_tables_of_the_page_are_what_the_command_prints(
         path.parent.mkdir()
         write(path, receipt, "ppo", 3)
         assert main([str(path)]) == (not receipt.ok)
+        # The page names the file without its folder.
         printed = capsys.readouterr().out.replace(f"{path.parent}/", "").split("\n\nMeasured:")[0]
         assert f"```\n{printed}\n```" in PAGE, printed
 
@@ -99,6 +102,7 @@ def test_the_pages_own_test_passes_and_fails_with_each_fault(text: str, fault: s
     scope: dict[str, Any] = {}
     exec(source, scope)
     scope["test_each_token_receives_its_advantage"]()
+    # The same test with one fault of a loss.
     exec(source.replace(text, fault), scope)
     with pytest.raises(AssertionError):
         scope["test_each_token_receives_its_advantage"]()
@@ -151,6 +155,7 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None
         ratio = (t.log_probs - t.old).exp()
         bounded = ratio.clamp(0.8, 1.3)
         if name == "sapo":
+            # TRL's temperatures of the two signs.
             tau = torch.where(t.advantages > 0, 1.0, 1.05)
             return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * t.advantages * t.weights
         if name == "cispo":
@@ -193,6 +198,7 @@ def test_received_by_update_and_a_response_that_comes_twice() -> None:
         assert is_held_U.nonzero().flatten().tolist() == held and len(held) == 3
         mean_T = receipt.received_UBT[held, row].mean(0)
         torch.testing.assert_close(mean_T, receipt.received_BT[row])
+    # Every micro-batch comes a second time.
     twice = check(loop.batch, TOKEN_MEAN, train(loop) * 2)
     torch.testing.assert_close(twice.clipped_BT, receipt.clipped_BT)
     assert names(twice.findings)[0] == "repeated"
@@ -213,6 +219,7 @@ def test_a_part_of_an_updates_responses() -> None:
     """A host that reads some responses gives the totals of all."""
     loop = rollout(33, updates=2, even=True)
     pieces = train(loop)
+    # Three of eight responses; some micro-batches have none of them.
     rows = torch.tensor([1, 2, 5])
     columns = {
         name: values[rows]
@@ -235,6 +242,7 @@ def test_responses_that_are_left_out() -> None:
     """On purpose where the batch says so; they count in the divisor."""
     loop = rollout(34, token_advantages=False)
     is_zero_B = loop.batch.advantages_BT.abs().sum(1) == 0
+    # The micro-batches hold the other responses alone.
     rows = (~is_zero_B).nonzero()[:, 0]
     pieces = []
     for piece in train(loop):
@@ -259,6 +267,7 @@ def test_a_line_has_the_factor_where_it_is_constant_and_what_it_explains() -> No
     assert {token for _, token, *_ in lost.examples} == {1}
     assert scaled.explains + lost.explains == pytest.approx(1)
     # Two responses with a factor of their own.
+    # The two that most tokens tell of.
     longest = (loop.batch.mask_BT & (loop.batch.advantages_BT != 0)).sum(1).topk(2).indices
     factors_B1 = torch.ones(8, 1)
     factors_B1[longest] = torch.tensor([[1.7], [0.4]])
@@ -283,6 +292,7 @@ def test_structure_alone_of_an_unknown_loss() -> None:
 
 def test_prompts_that_train() -> None:
     loop = rollout(35)
+    # The first micro-batch has gradients on its prompts.
     first, *rest = train(loop)
     first = replace(first, outside_b=torch.full((len(first.rows_b),), 0.1))
     assert names(check(loop.batch, TOKEN_MEAN, [first, *rest]).findings) == ["outside"]
@@ -318,6 +328,7 @@ def test_a_ratio_on_the_bound_of_the_clip(nudge: float) -> None:
     loop = rollout(45, epochs=2)
     old_BT = loop.batch.old_log_probs_BT - 0.3
     policy_UBT = loop.policy_UBT - 0.3
+    # Every other token has the ratio 1.2, the bound.
     policy_UBT[1, :, ::2] = old_BT[:, ::2] + math.log(1.2)
     batch = replace(loop.batch, old_log_probs_BT=old_BT)
     pieces = [
@@ -332,6 +343,7 @@ def test_the_smallest_factor_that_is_seen(dtype: torch.dtype) -> None:
     """As the receipt says, with advantages of 1."""
     loop = rollout(7, token_advantages=False, ties=True)
     pieces = train(loop)
+    # The gradient as this type holds it.
     narrow = [replace(piece, gradient_bT=piece.gradient_bT.to(dtype)) for piece in pieces]
     clean = check(loop.batch, TOKEN_MEAN, narrow)
     assert clean.ok and 1.0001 < clean.seen_from < 1.07
@@ -360,6 +372,7 @@ def test_the_hook_reads_what_autograd_gives_and_changes_nothing() -> None:
             log_probs = leaf[rows] * 1.0
             watched.read(log_probs, rows)
             (log_probs.square() * factors[rows]).sum().backward()
+    # Three micro-batches of three, three and two responses.
     received = torch.cat([piece.gradient_bT for piece in watched.pieces])
     torch.testing.assert_close(received, 2 * policy * factors)
     torch.testing.assert_close(leaf.grad, received)
@@ -432,6 +445,7 @@ def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_file_without_a_receipt(tmp_path: Path) -> None:
+    # A record without its parts, and a line that is no JSON.
     (tmp_path / "nothing").write_text('{"step": 3}\nno json\n')
     assert main([str(tmp_path / "nothing")]) == main([str(tmp_path / "gone")]) == 2
 
@@ -450,6 +464,7 @@ from token_receipt import Batch, Loss, check, watch
 from token_receipt.report import main
 print({name.partition(".")[0] for name in set(sys.modules) - before} & {"grail_advantage", "numpy", "pyarrow"})
 """
+    # Nothing else is on the path.
     environment = {"PYTHONPATH": str(wheel)}
     command = [sys.executable, "-c", script]
     assert subprocess.check_output(command, cwd=tmp_path, env=environment) == b"set()\n"
