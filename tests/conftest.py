@@ -40,6 +40,7 @@ GROUPS = [
     "verl_ext/test_only_weights.py benchmarks/test_gpu_check.py",
     "verl_ext/test_passes.py verl_ext/test_updates.py verl_ext/test_checks.py "
     "run_life/test_run_life.py benchmarks/test_benchmarks.py",
+    "trl_ext/test_trl_runs.py",
     "trl_ext/test_trl.py",
     "run_life/test_watch.py",
     "recipe/test_wheel.py",
