@@ -154,14 +154,14 @@ def test_conversations_that_end_at_the_limit(
     rows = list(read_dump(tmp_path))
     scripts = []
     written = []
-    for row, whole, script in zip(rows, complete, RESPONSES, strict=True):
-        mask_T = whole.mask_T.astype(bool)[: len(row)]
+    for row, full, script in zip(rows, complete, RESPONSES, strict=True):
+        mask_T = full.mask_T.astype(bool)[: len(row)]
         turns = runs(mask_T)
         last = len(turns) - 1
         # The last turn is whole where its end token is there.
         end = turns[last][1]
         is_whole_turn = row.token_ids_T[end - 1] == script.tokens[last][-1]
-        assert list(row.token_ids_T) == list(whole.token_ids_T[: len(row)])
+        assert list(row.token_ids_T) == list(full.token_ids_T[: len(row)])
         assert row.truncated == (end < len(row) or not is_whole_turn)
         # A call that was not made has no reward.
         rewards = [*script.rewards[:last], script.rewards[last] * is_whole_turn]
