@@ -29,12 +29,12 @@ COMMANDS = {"convert": convert.main, "fit": fit.main, "sample": sample.main, "va
 
 def report(folder: Path) -> str:
     """The tables of a folder: by values, by labels, or both."""
-    labels = [row.labels for row in read_dump(folder)]
+    names = {name for row in read_dump(folder) for name in row.labels}
     tables = []
-    if any("values" in label for label in labels):
+    if "values" in names:
         tables.append(credit.report(folder))
     # Of a folder with neither, the table by labels says what is missing.
-    if any("steps" in label for label in labels) or not tables:
+    if "steps" in names or not tables:
         tables.append(table.report(folder))
     return "\n\n".join(tables)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.table import USED, sort_of
 from grail_advantage.analyze.lines import SEPARATOR, json_lines
 from grail_advantage.answers.format import BOXED
 from grail_advantage.dump import write_whole
@@ -37,14 +38,9 @@ def line_of(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         "error": record["label"] if has_error else None,
         "reward": float(is_correct),
     }
-    # Methods that take gradients of the answer would have no scores.
-    if next(BOXED.find(SEPARATOR.join(record["steps"]).encode()), None) is None:
-        return "without an answer", line
-    if has_error and is_correct:
-        return "correct in spite of an error", line
-    if not has_error and not is_correct:
-        return "incorrect, no first error known", line
-    return "errors" if has_error else "controls", line
+    # Methods that take gradients of the answer would have no scores without one.
+    has_answer = any(True for _ in BOXED.find(SEPARATOR.join(record["steps"]).encode()))
+    return sort_of(is_correct, has_error, has_answer), line
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -56,13 +52,8 @@ def main(arguments: Sequence[str]) -> None:
         lines = [line_of(record) for _, record in json_lines(source)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{source}: is not of the format processbench ({error!r})") from error
-    usable = [
-        json.dumps(line, ensure_ascii=False)
-        for sort, line in lines
-        if sort in ("errors", "controls")
-    ]
+    usable = [json.dumps(line, ensure_ascii=False) for sort, line in lines if sort in USED]
     random.Random(0).shuffle(usable)
     write_whole(out, "\n".join([*usable, ""]))
-    print(
-        f"{out}: {', '.join(f'{count} {sort}' for sort, count in Counter(sort for sort, _ in lines).items())}"
-    )
+    counts = Counter(sort for sort, _ in lines)
+    print(f"{out}: {', '.join(f'{count} {sort}' for sort, count in counts.items())}")

@@ -12,10 +12,12 @@ Shape suffixes: T response tokens, N compared tokens, M steps, S shuffles.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
+from scipy import stats
 
 from grail_advantage.dump import DumpRow
 
@@ -26,9 +28,12 @@ SHUFFLES = 20
 class Label:
     """A response by steps, and the step that should be blamed."""
 
-    step_T: np.ndarray  # int; the step of each token, -1 for those that are not compared
-    kind_T: np.ndarray  # int; tokens of one kind have the same number
-    step: int | None = None  # None: no step
+    # Int; the step of each token, -1 for those that are not compared
+    step_T: np.ndarray
+    # Int; tokens of one kind have the same number
+    kind_T: np.ndarray
+    # None: no step
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,33 +41,25 @@ class TokenAdvantages:
     """A method's advantages in a response."""
 
     advantage_T: np.ndarray
-    scored_T: np.ndarray  # bool; the tokens that it scored
+    # Bool; the tokens that it scored
+    scored_T: np.ndarray | bool = True
     no_scores: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """How a method blames a response's steps."""
+class Record(NamedTuple):
+    """How a method blames a response's steps; the last four are NaN without a step to blame."""
 
-    id: Any
-    problem: Any
+    key: str
+    problem: str
     no_scores: str | None
-    step: int | None  # that of the label
-    auroc_M: np.ndarray  # of each step, as if it were the one
-    shuffled: float = math.nan  # of the label's step by its controls
+    # Of each step, as if it were the one
+    auroc_M: np.ndarray
+    # Of the label's step: 0 for the first, 1 for the last
+    place: float = math.nan
+    auroc: float = math.nan
+    # In place of the AUROC, by controls
+    shuffled: float = math.nan
     kinds: float = math.nan
-
-
-def among(label: Label, compared_T: np.ndarray) -> Label | None:
-    """A label with the steps numbered anew among the compared tokens; ``None`` where fewer than two are left, or not the
-    one that should be blamed."""
-    steps = np.unique(label.step_T[compared_T])
-    if len(steps) < 2 or (label.step is not None and label.step not in steps):
-        return None
-    step_T = np.where(compared_T, np.searchsorted(steps, label.step_T), -1)
-    if label.step is None:
-        return replace(label, step_T=step_T)
-    return replace(label, step_T=step_T, step=int(np.searchsorted(steps, label.step)))
 
 
 def step_means(values_T: np.ndarray, step_T: np.ndarray) -> np.ndarray:
@@ -74,24 +71,19 @@ def step_means(values_T: np.ndarray, step_T: np.ndarray) -> np.ndarray:
 def by_step(blame_T: np.ndarray, label: Label) -> np.ndarray:
     """AUROC of each step, (M,)."""
     means_M = step_means(blame_T, label.step_T)
-    # Equal values have means that differ by rounding
+    # Equal values have means that differ by rounding.
     means_M = np.round(means_M / (np.abs(means_M).max() or 1), 9)
-    above_MM = np.sign(means_M[:, None] - means_M) / 2 + 0.5
-    # A step and itself are a tie, 0.5, which is no comparison.
-    return (above_MM.sum(axis=1) - 0.5) / (len(means_M) - 1)
+    # Means 2, 5, 5 have the ranks 1, 2.5, 2.5: above 0, 1.5 and 1.5 of the two others.
+    return (stats.rankdata(means_M) - 1) / (len(means_M) - 1)
 
 
-def record_of(
-    id: Any, problem: Any, advantages: TokenAdvantages, label: Label, number: int
-) -> Record:
+def record_of(row: DumpRow, advantages: TokenAdvantages, label: Label, number: int) -> Record:
     """A method's record; ``number`` of the response, from which the random numbers of the shuffles follow."""
     blame_T = -advantages.advantage_T
     auroc_M = by_step(blame_T, label)
-    about = Record(
-        id=id, problem=problem, no_scores=advantages.no_scores, step=label.step, auroc_M=auroc_M
-    )
+    record = Record(row.key, str(row.group), advantages.no_scores, auroc_M)
     if label.step is None:
-        return about
+        return record
     # By the response's number, so that every method is shuffled alike.
     generator = np.random.default_rng([number, 5])
     compared_T = label.step_T >= 0
@@ -104,11 +96,13 @@ def record_of(
         shuffled_T[moved_T] = blame_T[order[moved_T[order]]]
         shuffled_S[shuffle] = by_step(shuffled_T, label)[label.step]
     kinds_T = blame_T.copy()
-    for kind in np.unique(label.kind_T[compared_T]):
-        alike_T = compared_T & (label.kind_T == kind)
-        kinds_T[alike_T] = blame_T[alike_T].mean()
-    return replace(
-        about, shuffled=float(shuffled_S.mean()), kinds=float(by_step(kinds_T, label)[label.step])
+    by_kind = pd.Series(blame_T[compared_T]).groupby(label.kind_T[compared_T])
+    kinds_T[compared_T] = by_kind.transform("mean")
+    return record._replace(
+        place=label.step / (len(auroc_M) - 1),
+        auroc=auroc_M[label.step],
+        shuffled=shuffled_S.mean(),
+        kinds=by_step(kinds_T, label)[label.step],
     )
 
 
@@ -116,12 +110,12 @@ def token_advantages(row: DumpRow) -> dict[str, TokenAdvantages]:
     """Those of each method, by its name."""
     by_method = {}
     for name, of_method in row.methods.items():
-        scored_T = np.ones(len(row), dtype=bool)
         advantage_T = of_method.advantage_T
+        scored_T = of_method.no_scores is None
+        # A method of weights; the others give advantages, which have no scores.
         if advantage_T is None:
             advantage_T = of_method.weight_T * row.base_advantage_T
             if of_method.score_T is not None:
-                scored_T = np.isfinite(of_method.score_T)
-        scored_T = scored_T & (of_method.no_scores is None)
+                scored_T = scored_T & np.isfinite(of_method.score_T)
         by_method[name] = TokenAdvantages(advantage_T.astype(float), scored_T, of_method.no_scores)
     return by_method

@@ -10,11 +10,11 @@ import argparse
 import asyncio
 import atexit
 import hashlib
-import importlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+import pkgutil
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ from grail_advantage.analyze.models import check_options, files_digest, model_of
 from grail_advantage.dump import write_whole
 from verl_cpu.tiny.sampling import sample
 
+# Questions or responses between two writes
+TOGETHER = 32
+DECIDING = ("model", "samples", "length", "temperature", "reward", "device", "separator", "answer")
+"""Options that change what is drawn."""
 Prefix = tuple[int, ...]
 Draw = Callable[[Sequence[Prefix], Sequence[int]], list[list[list[int]]]]
 """Takes token ids, and how many tokens may follow each; gives the token ids of as many responses as ``--samples``."""
@@ -38,35 +42,24 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
         prog=f"python -m bench {command}", description=description, formatter_class=layout
     )
     add = parser.add_argument
+    default = "(default: %(default)s)"
     add("file", type=Path)
     add("out", type=Path)
     add("--model", required=True, help="as of grail_advantage.analyze")
-    add(
-        "--samples",
-        type=int,
-        default=8,
-        help="responses drawn from each beginning (default: %(default)s)",
-    )
+    add("--samples", type=int, default=8, help=f"responses drawn from each beginning {default}")
     add("--length", type=int, required=True, help="most tokens of a response")
     add("--temperature", type=float, default=1.0)
-    add(
-        "--reward",
-        default="grail_advantage.reward:compute_score",
-        help="MODULE:FUNCTION, as verl's compute_score",
-    )
+    reward = "grail_advantage.reward:compute_score"
+    add("--reward", default=reward, help="MODULE:FUNCTION, as verl's compute_score")
     engine = "vllm" if torch.cuda.is_available() else "cpu"
-    add("--device", default=engine, help="vllm, or torch's name of a device (default: %(default)s)")
+    add("--device", default=engine, help=f"vllm, or torch's name of a device {default}")
     return parser
 
 
 def settings_of(options: argparse.Namespace, **further: Any) -> dict[str, Any]:
     """The options that change what is drawn, by name."""
-    names = ("model", "samples", "length", "temperature", "reward")
-    return {
-        **{name: getattr(options, name) for name in names},
-        "files": files_digest(options.model),
-        **further,
-    }
+    settings = {name: value for name, value in vars(options).items() if name in DECIDING}
+    return {**settings, "files": files_digest(options.model), **further}
 
 
 def lines_in(out: Path, settings: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -82,21 +75,28 @@ def lines_in(out: Path, settings: dict[str, Any], key: str) -> list[dict[str, An
     return lines
 
 
-def write_lines(out: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Write all lines at once: a kill leaves those of the last time."""
-    write_whole(out, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
+def write_lines(
+    out: Path,
+    lines: list[dict[str, Any]],
+    items: Sequence[Any],
+    lines_of: Callable[[Sequence[Any]], Iterable[dict[str, Any]]],
+) -> None:
+    """Add the lines of further items. All are written after each batch, so that a kill leaves those of the last time."""
+    for first in range(0, len(items), TOGETHER):
+        lines += lines_of(items[first : first + TOGETHER])
+        write_whole(out, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
+        print(f"{out}: {len(lines)} responses, {len(items) - first} were left", flush=True)
 
 
 def judge_of(name: str) -> Callable[[str, Any], bool]:
     """A reward function as a judge of a response's text by the ground truth: whether the reward is above 0."""
-    module, _, function = name.partition(":")
     try:
-        compute_score = getattr(importlib.import_module(module), function)
+        compute_score = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--reward {name}: {error}; name it as MODULE:FUNCTION") from error
 
     # Continuations repeat each other's texts, and math-verify takes its time.
-    @lru_cache(maxsize=1_000_000)
+    @cache
     def judge(text: str, ground_truth: Any) -> bool:
         score = compute_score("", text, ground_truth)
         return (score["score"] if isinstance(score, dict) else score) > 0
@@ -138,24 +138,19 @@ def _with_torch(
     prefixes: Sequence[Prefix],
     limits: Sequence[int],
 ) -> list[list[list[int]]]:
-    # A batch has about one length
-    order = sorted(range(len(prefixes)), key=lambda index: len(prefixes[index]))
     if not prefixes:
         return []
-    numbers = []
-    for index in order:
-        generator = np.random.default_rng(seed_of(purpose, prefixes[index]))
-        numbers_KT = generator.random((options.samples, options.length))
-        # sample() ends a response in front of NaN.
-        numbers_KT[:, limits[index] :] = np.nan
-        numbers.append(numbers_KT)
-    ids = [list(prefixes[index]) for index in order]
+    # sample() ends a response in front of NaN.
+    numbers_NKT = np.full((len(prefixes), options.samples, options.length), np.nan)
+    for numbers_KT, prefix, limit in zip(numbers_NKT, prefixes, limits, strict=True):
+        generator = np.random.default_rng(seed_of(purpose, prefix))
+        numbers_KT[:, :limit] = generator.random(numbers_KT.shape)[:, :limit]
+    numbers_RT = numbers_NKT.reshape(-1, options.length)
     copies = options.samples
-    responses = iter(
-        sample(model, tokenizer, ids, np.concatenate(numbers), options.temperature, copies=copies)
+    responses = sample(
+        model, tokenizer, list(map(list, prefixes)), numbers_RT, options.temperature, copies=copies
     )
-    drawn = {index: list(itertools.islice(responses, copies)) for index in order}
-    return [drawn[index] for index in range(len(prefixes))]
+    return [responses[first : first + copies] for first in range(0, len(responses), copies)]
 
 
 def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
@@ -164,32 +159,33 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
     from recipe.evaluate.sampling import resolve_model, start_engine
 
     runner = asyncio.Runner()
-    atexit.register(runner.close)  # after the engine's shutdown, whose tasks it holds
+    # After the engine's shutdown, whose tasks it holds
+    atexit.register(runner.close)
     folder = resolve_model(options.model)[0]
-    engines: list[Any] = []
     names = map(str, itertools.count())
 
-    async def of_prefix(prefix: Prefix, limits: int) -> list[list[int]]:
+    @cache
+    def engine() -> Any:
+        # With the first request: a command that finds everything drawn starts none.
+        started = start_engine(folder, longest, 1, prefix_cache=True)
+        atexit.register(started.shutdown)
+        return started
+
+    async def of_prefix(prefix: Prefix, limit: int) -> list[list[int]]:
         parameters = SamplingParams(
             n=options.samples,
             temperature=options.temperature,
-            max_tokens=limits,
+            max_tokens=limit,
             seed=seed_of(purpose, prefix),
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        async for output in engines[0].generate(
-            {"prompt_token_ids": list(prefix)}, parameters, next(names)
-        ):
-            final = output
-        responses = sorted(final.outputs, key=lambda response: response.index)
-        return [list(response.token_ids) for response in responses]
+        prompt = {"prompt_token_ids": list(prefix)}
+        async for output in engine().generate(prompt, parameters, next(names)):
+            responses = [list(response.token_ids) for response in output.outputs]
+        return responses
 
     async def of_all(prefixes: Sequence[Prefix], limits: Sequence[int]) -> list[list[list[int]]]:
-        if not engines:
-            # With the first request: a command that finds everything drawn starts no engine.
-            engines.append(start_engine(folder, longest, 1, prefix_cache=True))
-            atexit.register(engines[0].shutdown)
         return await asyncio.gather(*map(of_prefix, prefixes, limits))
 
     return lambda prefixes, limits: runner.run(of_all(prefixes, limits))

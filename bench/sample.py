@@ -7,8 +7,9 @@ or is the word ``sums``, the task of the tiny models. OUT is for ``python -m ben
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.convert import BOX, asked
 from bench.rollouts import (
@@ -26,7 +27,6 @@ from grail_advantage.analyze.tokens import tokenize
 from verl_cpu.tiny.task import random_problems
 
 SUMS = "sums"
-TOGETHER = 16  # questions between two writes
 
 
 def questions_in(name: Path, count: int) -> list[tuple[str, str, str]]:
@@ -47,44 +47,36 @@ def questions_in(name: Path, count: int) -> list[tuple[str, str, str]]:
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench sample QUESTIONS OUT --model NAME --length N``; ValueError for an option that is not usable."""
     parser = parser_of("sample", __doc__)
-    parser.add_argument(
-        "--problems",
-        type=int,
-        default=200,
-        help="questions, drawn at random (default: %(default)s)",
-    )
+    count = "questions, drawn at random (default: %(default)s)"
+    parser.add_argument("--problems", type=int, default=200, help=count)
     options = parser.parse_args(arguments)
     settings = settings_of(options, questions=files_digest(str(options.file)))
     questions = questions_in(options.file, options.problems)
     lines = lines_in(options.out, settings, "sampled")
     tokenizer, _ = model_for(options)
-    # A base model has no chat template, and goes on from the text.
-    prompts = [
-        asked(question) if tokenizer.chat_template else question for _, question, _ in questions
-    ]
-    prefixes = [
-        tuple(tokenize(Response(id="", prompt=prompt, response=""), tokenizer)[1])
-        for prompt in prompts
-    ]
+    items = []
+    for group, question, ground_truth in questions:
+        # A base model has no chat template, and goes on from the text.
+        prompt = asked(question) if tokenizer.chat_template else question
+        row = Response(id=group, prompt=prompt, response="", group=group, ground_truth=ground_truth)
+        items.append((row, tuple(tokenize(row, tokenizer)[1])))
     judge = judge_of(options.reward)
-    draw = drawer(options, "responses", prefixes)
-    # What was written holds whole questions, so that their number says where to go on.
-    for first in range(len(lines) // options.samples, len(questions), TOGETHER):
-        batch = range(first, min(first + TOGETHER, len(questions)))
-        drawn = draw([prefixes[index] for index in batch], [options.length] * len(batch))
-        for index, responses in zip(batch, drawn, strict=True):
-            group, _, ground_truth = questions[index]
+    draw = drawer(options, "responses", [ids for _, ids in items])
+
+    def lines_of(batch: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        drawn = draw([ids for _, ids in batch], [options.length] * len(batch))
+        for (row, _), responses in zip(batch, drawn, strict=True):
             for number, response in enumerate(responses):
                 text = tokenizer.decode(response, skip_special_tokens=True)
-                line = {
-                    "id": f"{group}/{number}",
-                    "group": group,
-                    "prompt": prompts[index],
+                yield {
+                    "id": f"{row.group}/{number}",
+                    "group": row.group,
+                    "prompt": row.prompt,
                     "response": response,
-                    "ground_truth": ground_truth,
-                    "reward": float(judge(text, ground_truth)),
+                    "ground_truth": row.ground_truth,
+                    "reward": float(judge(text, row.ground_truth)),
                     "sampled": {"settings": settings},
                 }
-                lines.append(line)
-        write_lines(options.out, lines)
-        print(f"{batch.stop} of {len(questions)} questions", flush=True)
+
+    # The lines of an earlier start are whole questions'.
+    write_lines(options.out, lines, items[len(lines) // options.samples :], lines_of)

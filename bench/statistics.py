@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,8 @@ class Estimate(NamedTuple):
     """A figure with its standard error."""
 
     value: float
-    error: float = math.nan  # nan where it is not known
+    # nan where it is not known
+    error: float = math.nan
     # Independent parts, such as problems; of a difference of two samples, its degrees of freedom and 1
     count: float = 1
 
@@ -69,28 +70,23 @@ def above_controls(
     means_W1 = np.nanmean(controls_WC, axis=1, keepdims=True)
     # Equal figures differ by rounding, and a difference of 1e-17 would have a p-value.
     gain_W = np.round(own_W - means_W1[:, 0], 9)
+    gain_C = np.round(np.nansum((controls_WC - means_W1) / counts_W1, axis=0), 9)
+    freedoms = []
+    variances = []
     # What each response adds to the mean gain: of the controls, by how much they are above the others of the same value.
-    parts_W = (gain_W - gain_W.mean()) / len(own_W)
-    parts_C = np.round(np.nansum((controls_WC - means_W1) / counts_W1, axis=0), 9) / len(own_W)
-    freedoms = np.ones(2)
-    variances = np.zeros(2)
-    for sample, (parts, clusters) in enumerate(((parts_W, clusters_W), (parts_C, clusters_C))):
-        sums = pd.Series(parts).groupby(list(clusters)).sum()
-        freedoms[sample] = max(1, len(sums) - 1)
-        variances[sample] = (sums**2).sum() * len(sums) / freedoms[sample]
+    for parts, clusters in ((gain_W - gain_W.mean(), clusters_W), (gain_C, clusters_C)):
+        sums = pd.Series(parts / len(own_W)).groupby(list(clusters)).sum()
+        freedoms.append(max(1, len(sums) - 1))
+        variances.append((sums**2).sum() * len(sums) / freedoms[-1])
+    freedom = min(freedoms)
     # Welch and Satterthwaite's degrees of freedom, which are 0 / 0 without a variance
-    freedom = float(min(freedoms))
-    if variances.any():
-        freedom = float(variances.sum() ** 2 / (variances**2 / freedoms).sum())
-    return Estimate(float(gain_W.mean()), math.sqrt(variances.sum()), freedom + 1)
+    if any(variances):
+        freedom = sum(variances) ** 2 / (np.square(variances) / freedoms).sum()
+    return Estimate(float(gain_W.mean()), math.sqrt(sum(variances)), float(freedom) + 1)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979); nan counts as 1."""
-    known_N = np.nan_to_num(p_values, nan=1.0)
-    order_N = np.argsort(known_N)
-    corrected_N = np.empty(len(known_N))
-    corrected_N[order_N] = np.maximum.accumulate(
-        known_N[order_N] * np.arange(len(known_N), 0, -1)
-    ).clip(max=1)
-    return corrected_N.tolist()
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """p-values by name, corrected for their number (Holm 1979); nan counts as 1."""
+    series = pd.Series(p_values, dtype=float).fillna(1).sort_values()
+    # Of 0.01, 0.02 and 0.04 the smallest counts three times, the next twice.
+    return (series * np.arange(len(series), 0, -1)).cummax().clip(upper=1).to_dict()

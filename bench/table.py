@@ -12,18 +12,19 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from bench.places import Label, Record, TokenAdvantages, among, record_of, token_advantages
+from bench.places import Label, Record, TokenAdvantages, record_of, token_advantages
 from bench.statistics import Estimate, above_controls, holm, mean_of
 from grail_advantage.analyze.command import record_in
 from grail_advantage.answers.missing import is_low
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.text_io import table
 
-FEWEST = 10  # problems below which nothing is said of a method, and controls of a response
+# Problems below which nothing is said of a method, and controls of a response
+FEWEST = 10
 LEAST_SCORED = 0.5
 SIGNIFICANT = 0.05
 FINDS = "finds errors"
@@ -42,16 +43,13 @@ RULE = (
     "± is half of a 95 % interval by problem. References know the place, the kind or the error, and are not in Holm's."
 )
 PLACE = "place alone"
+USED = ("errors", "controls")
 REFERENCES = (PLACE, "kind alone", "first error")
 NUMBER, WORD, SIGN, BLANK = range(4)
 
 
-class Results(NamedTuple):
-    """A folder's contents."""
-
-    records: dict[str, dict[str, Record]]  # by method and id
-    counts: Counter[str]
-    about: Mapping[str, Any]  # the record of the analysis
+Figures = Mapping[str, Estimate]
+"""A method's figures, by name."""
 
 
 def kind_of(piece: str) -> int:
@@ -62,51 +60,54 @@ def kind_of(piece: str) -> int:
     return SIGN if piece.strip() else BLANK
 
 
-def label_of(row: DumpRow) -> tuple[Label | None, np.ndarray]:
-    """The label of a response, ``None`` where fewer than two steps can be compared, and its first wrong tokens, bool (T,)."""
-    places_T = np.arange(len(row))
+def label_of(row: DumpRow) -> Label | None:
+    """The label of a response, ``None`` where fewer than two steps can be compared, or not the one to blame."""
     starts = [start for start, _ in row.labels["steps"]]
-    # An end token has no text
-    end = row.labels.get("answer", [len(row) - (row.tokens[-1] == "")])[0]
-    step_T = np.searchsorted(starts[1:], places_T, side="right")
-    start, stop = row.labels.get("wrong_step", (0, 0))
-    step = None
-    if "wrong_step" in row.labels:
-        step = int(np.searchsorted(starts[1:], start, side="right"))
-    label = among(
-        Label(step_T, np.array([kind_of(piece) for piece in row.tokens]), step), places_T < end
-    )
+    # An end token has no text, and is compared with nothing.
+    end = len(row) - (row.tokens[-1] == "")
+    if "answer" in row.labels:
+        end = row.labels["answer"][0]
+    # Steps that start at 0, 4 and 4: token 4 is of the third, and the second, without a token, is no step.
+    number_T = np.searchsorted(starts[1:], np.arange(len(row)), side="right")
+    numbers, step_K = np.unique(number_T[:end], return_inverse=True)
+    if len(numbers) < 2:
+        return None
+    step_T = np.full(len(row), -1)
+    step_T[:end] = step_K
+    kind_T = np.array([kind_of(piece) for piece in row.tokens])
+    if "wrong_step" not in row.labels:
+        return Label(step_T, kind_T)
+    start, stop = row.labels["wrong_step"]
+    number = np.searchsorted(starts[1:], start, side="right")
     # A wrong step without a token cannot be blamed.
-    if step is not None and start == stop:
-        label = None
-    return label, (places_T >= start) & (places_T < stop)
+    if start == stop or number not in numbers:
+        return None
+    return Label(step_T, kind_T, int(np.searchsorted(numbers, number)))
 
 
-def sort_of(row: DumpRow, label: Label | None, needs_answer: bool) -> str:
-    """Whether the table can use a response, and as what."""
-    is_correct = row.outcome == "right"
-    has_error = "wrong_step" in row.labels
-    if needs_answer and "answer" not in row.labels:
+def sort_of(is_correct: bool | None, has_error: bool, has_answer: bool) -> str:
+    """Whether the table can use a solution, as one of :data:`USED`, or why not."""
+    if not has_answer:
         return "without an answer"
     if is_correct and has_error:
         return "correct in spite of an error"
-    if row.outcome is None or is_correct == has_error:
+    if is_correct is None or is_correct == has_error:
         return "no outcome or no first error known"
-    if label is None:
-        return "fewer than two steps to compare"
     return "errors" if has_error else "controls"
 
 
-def read(folder: Path) -> Results:
-    """The figures of each response in a folder. ValueError: it is none of ``analyze``, or cannot be used."""
+def read(folder: Path) -> tuple[dict[str, list[Record]], Counter[str]]:
+    """The figures of each response by method, and how many responses there are of each sort. ValueError: the folder is
+    none of ``analyze``, or cannot be used."""
     dump = read_dump(folder)
     rows = [row for row in dump if "steps" in row.labels]
     if dump.problems or not rows:
         raise ValueError(
             f"{folder}: {'; '.join(dump.problems) or 'no response is labelled; give the lines an error'}"
         )
+    # Where hardly any response has an answer, the lines are of a task without one.
     needs_answer = not is_low(sum("answer" in row.labels for row in rows), len(rows))
-    records: dict[str, dict[str, Record]] = {}
+    records: dict[str, list[Record]] = {}
     keys = set()
     counts = Counter[str]()
     for number, row in enumerate(rows):
@@ -114,179 +115,149 @@ def read(folder: Path) -> Results:
             raise ValueError(f"{folder}: two responses have the id {row.key}; give each its own")
         keys.add(row.key)
         try:
-            label, wrong_T = label_of(row)
+            label = label_of(row)
         except (TypeError, ValueError, LookupError) as error:
             raise ValueError(
                 f"{folder}: the labels of {row.key} are not those of an analysis ({error})"
             ) from error
-        sort = sort_of(row, label, needs_answer)
+        is_correct = {"right": True, "wrong": False}.get(row.outcome)
+        has_answer = "answer" in row.labels or not needs_answer
+        sort = sort_of(is_correct, "wrong_step" in row.labels, has_answer)
+        if label is None and sort in USED:
+            sort = "fewer than two steps to compare"
         counts[sort] += 1
-        if label is None or sort not in ("errors", "controls"):
+        if label is None or sort not in USED:
             continue
         if (row.base_advantage_T != -1).any():
             raise ValueError(
                 f"{folder}: {row.key} has not the advantage -1; analyze with --advantages wrong"
             )
-        scored_T = np.ones(len(row), dtype=bool)
         blames = (
             np.arange(len(row), 0, -1.0),
             label.kind_T == NUMBER,
-            wrong_T | (label.step is None),
+            (label.step_T == label.step) | (label.step is None),
         )
-        by_method = {
-            name: TokenAdvantages(-1.0 * blame_T, scored_T)
-            for name, blame_T in zip(REFERENCES, blames, strict=True)
-        }
-        for name, advantages in {**by_method, **token_advantages(row)}.items():
-            records.setdefault(name, {})[row.key] = record_of(
-                row.key, row.group, advantages, label, number
-            )
+        by_method = {}
+        for name, blame_T in zip(REFERENCES, blames, strict=True):
+            by_method[name] = TokenAdvantages(-1.0 * blame_T)
+        by_method.update(token_advantages(row))
+        for name, advantages in by_method.items():
+            records.setdefault(name, []).append(record_of(row, advantages, label, number))
     if not counts["errors"]:
         raise ValueError(
             f"{folder}: no incorrect solution has a first error and an answer; {dict(counts)}"
         )
     # Where responses are missing, a method's figures are of other problems than the references'.
-    complete = {
-        name: of_method
-        for name, of_method in records.items()
-        if len(of_method) == len(records[PLACE])
-    }
-    return Results(complete, counts, record_in(folder))
+    responses = len(records[PLACE])
+    complete = {name: entries for name, entries in records.items() if len(entries) == responses}
+    return complete, counts
 
 
-def figures_of(
-    records: Sequence[Record], of_place: Mapping[Any, Record], *, other_problems: bool = False
-) -> dict[str, Estimate]:
+def figures_of(records: Sequence[Record], *, other_problems: bool = False) -> dict[str, Estimate]:
     """AUROC of the steps to blame, and by how much it is above each control. Records without such a step are controls at
     equal place: those nearest in number of steps, at least ``FEWEST``, as in a much longer one the place is between two
     steps, and a method that aims at a place would gain.
 
     Args:
         records: of a method.
-        of_place: by id, the same responses' blame by place alone.
         other_problems: whether those of an error's own problem are no controls of it.
     """
-    errors = [record for record in records if record.step is not None]
-    controls = [record for record in records if record.step is None]
-    problems = [record.problem for record in errors]
-    own_W = np.array([record.auroc_M[record.step] for record in errors])
-    earlier_W = np.array([of_place[record.id].auroc_M[record.step] for record in errors])
+    frame = pd.DataFrame(records)
+    errors = frame[frame["place"].notna()]
+    controls = frame[frame["place"].isna()]
+    auroc_W = errors["auroc"].to_numpy()
+    problems_W = errors["problem"].to_numpy()
+    problems_C = controls["problem"].to_numpy()
+    # Blame that falls from token to token: of five steps the second is above three of the four others, 1 - 1/4.
     by_control = {
-        "shuffled": np.array([record.shuffled for record in errors]),
-        "earlier first": earlier_W,
-        "later first": 1 - earlier_W,
-        "its kinds": np.array([record.kinds for record in errors]),
+        "shuffled": errors["shuffled"],
+        "earlier first": 1 - errors["place"],
+        "later first": errors["place"],
+        "its kinds": errors["kinds"],
     }
     figures = {
-        "AUROC": mean_of(own_W, problems),
-        "scored": mean_of([record.no_scores is None for record in errors]),
+        "AUROC": mean_of(auroc_W, problems_W),
+        "scored": mean_of(errors["no_scores"].isna()),
     }
-    for control, values_W in by_control.items():
-        # Rounding is no difference
-        figures[control] = mean_of(np.round(own_W - values_W, 9), problems)
-    if controls:
-        places_W = np.array([record.step / max(1, len(record.auroc_M) - 1) for record in errors])
-        at_WC = np.stack([_at(places_W, record.auroc_M) for record in controls], axis=1)
-        steps_W1 = np.array([[len(record.auroc_M)] for record in errors])
-        apart_WC = np.abs(steps_W1 - np.array([len(record.auroc_M) for record in controls])).astype(
-            float
+    for control, values in by_control.items():
+        # Rounding is no difference.
+        figures[control] = mean_of(np.round(auroc_W - values, 9), problems_W)
+    if controls.empty:
+        return figures
+    at_WC = np.zeros((len(errors), len(controls)))
+    for column, auroc_M in enumerate(controls["auroc_M"]):
+        # The third of five steps is at 0.5, between the second and the third of four.
+        places_M = np.linspace(0, 1, len(auroc_M))
+        at_WC[:, column] = np.interp(errors["place"], places_M, auroc_M)
+    steps_W = errors["auroc_M"].map(len).to_numpy(dtype=float)
+    steps_C = controls["auroc_M"].map(len).to_numpy()
+    apart_WC = np.abs(steps_W[:, None] - steps_C)
+    if other_problems:
+        apart_WC[problems_W[:, None] == problems_C] = np.inf
+    nearest_W1 = np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
+    at_WC[(apart_WC > nearest_W1) | np.isinf(apart_WC)] = math.nan
+    compared_W = np.isfinite(auroc_W) & np.isfinite(at_WC).any(axis=1)
+    if compared_W.any():
+        figures[EQUAL_PLACE] = above_controls(
+            auroc_W[compared_W], at_WC[compared_W], problems_W[compared_W], problems_C
         )
-        if other_problems:
-            names_W1 = np.array([[str(problem)] for problem in problems])
-            apart_WC[names_W1 == np.array([str(record.problem) for record in controls])] = np.inf
-        nearest_W1 = np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
-        at_WC[(apart_WC > nearest_W1) | np.isinf(apart_WC)] = math.nan
-        known_W = np.isfinite(own_W) & np.isfinite(at_WC).any(axis=1)
-        if known_W.any():
-            names = np.array(problems)[known_W]
-            figures[EQUAL_PLACE] = above_controls(
-                own_W[known_W], at_WC[known_W], names, [record.problem for record in controls]
-            )
     return figures
 
 
-def _at(places_W: np.ndarray, values_M: np.ndarray) -> np.ndarray:
-    """A response's figures at relative places, 0 its first step and 1 its last, those between two steps in proportion."""
-    return np.interp(places_W * (len(values_M) - 1), np.arange(len(values_M)), values_M)
-
-
 def verdicts(
-    figures: Mapping[str, Mapping[str, Estimate]], failed: Mapping[str, bool]
+    figures: Mapping[str, Figures], records: Mapping[str, Sequence[Record]]
 ) -> dict[str, str]:
-    """The verdict on each method, by :data:`RULE`; ``failed``: whether any of its scores was not finite."""
+    """The verdict on each method, by :data:`RULE`."""
     words = {}
     p_values = {}
     for method, estimates in figures.items():
-        differences = [estimates.get(control, Estimate(0.0, count=0)) for control in CONTROLS]
-        above = all(difference.value > 0 for difference in differences)
-        below = all(difference.value < 0 for difference in differences)
-        if estimates["AUROC"].count < FEWEST:
+        auroc = estimates["AUROC"]
+        failed = any(record.no_scores == "non-finite scores" for record in records[method])
+        gains = [estimates.get(control, Estimate(math.nan)) for control in CONTROLS]
+        if auroc.count < FEWEST:
             words[method] = FEW
-        elif (
-            estimates["AUROC"].value == 0.5 and estimates["AUROC"].error == 0 and not failed[method]
-        ):
+        elif auroc.value == 0.5 and auroc.error == 0 and not failed:
             words[method] = ALIKE
         elif estimates["scored"].value < LEAST_SCORED:
             words[method] = UNSCORED
         else:
-            words[method] = NOTHING
-            if differences[0].value > 0 and differences[0].p < SIGNIFICANT:
-                words[method] = PLACED
-            if above or below:
-                # Every control must hold, so the weakest counts, and one without a p-value holds nothing.
-                p = float(
-                    np.nan_to_num([difference.p for difference in differences], nan=1.0).max()
-                )
-                p_values[method] = FINDS if above else SPARES, p
-            else:
-                p_values[method] = words[method], 1.0
+            is_placed = gains[0].value > 0 and gains[0].p < SIGNIFICANT
+            words[method] = PLACED if is_placed else NOTHING
+            p_values[method] = 1.0
+            # Every control must hold, so the weakest counts, and one without a p-value holds nothing.
+            if {np.sign(gain.value) for gain in gains} in ({1}, {-1}):
+                p_values[method] = np.nan_to_num([gain.p for gain in gains], nan=1.0).max()
     # References are no hypotheses, and would make the correction stricter.
-    methods = [method for method in p_values if method not in REFERENCES]
-    corrected = dict(zip(methods, holm([p_values[method][1] for method in methods]), strict=True))
-    for method, (word, p) in p_values.items():
-        if corrected.get(method, p) < SIGNIFICANT:
-            words[method] = word
+    p_values.update(holm({name: p for name, p in p_values.items() if name not in REFERENCES}))
+    for method, p in p_values.items():
+        if p < SIGNIFICANT:
+            words[method] = FINDS if figures[method]["shuffled"].value > 0 else SPARES
     return words
 
 
 def report(folder: Path) -> str:
     """The table as Markdown."""
-    results = read(folder)
-    figures, words = summary(results)
-    columns = ["AUROC", *CONTROLS]
+    records, counts = read(folder)
+    about = record_in(folder)
+    figures = {name: figures_of(entries) for name, entries in records.items()}
+    words = verdicts(figures, records)
     rows = []
     for method, estimates in figures.items():
-        cells = [cell(estimates.get(column), signed=column != "AUROC") for column in columns]
-        rows.append([method, words[method], f"{100 * estimates['scored'].value:.0f}", *cells])
-    head = [
-        "method",
-        "verdict",
-        "scored, %",
-        "AUROC, first wrong step",
-        *(f"above {control}" for control in CONTROLS),
-    ]
-    counts = "; ".join(f"{count} {name}" for name, count in results.counts.items())
-    lost = [name for name in results.about.get("methods", {}) if name not in figures]
-    notes = [
-        f"Not measured: {name} ({results.about['failed'].get(name, 'not in every file')})."
-        for name in lost
-    ]
-    read_by = f"Read by {results.about.get('model', 'an unknown model')}. {counts}."
-    return "\n".join([" ".join([read_by, *notes]), "", *table(head, rows, right=2), "", RULE])
+        scored = f"{100 * estimates['scored'].value:.0f}"
+        rows.append([method, words[method], scored, *cells(estimates, ["AUROC", *CONTROLS])])
+    head = ["method", "verdict", "scored, %", "AUROC, first wrong step"]
+    head += [f"above {control}" for control in CONTROLS]
+    sorts = "; ".join(f"{count} {sort}" for sort, count in counts.items())
+    line = f"Read by {about.get('model', 'an unknown model')}. {sorts}."
+    for name in about.get("methods", {}):
+        if name not in figures:
+            line += f" Not measured: {name} ({about['failed'].get(name, 'not in every file')})."
+    return "\n".join([line, "", *table(head, rows, right=2), "", RULE])
 
 
-def summary(results: Results) -> tuple[dict[str, dict[str, Estimate]], dict[str, str]]:
-    """Figures and verdict of each method, the references first."""
-    records = results.records
-    figures = {
-        name: figures_of(list(entries.values()), records[PLACE])
-        for name, entries in records.items()
-    }
-    failed = {
-        name: any(record.no_scores == "non-finite scores" for record in entries.values())
-        for name, entries in records.items()
-    }
-    return figures, verdicts(figures, failed)
+def cells(estimates: Figures, columns: Sequence[str]) -> list[str]:
+    """A row of a table; differences and correlations have a sign."""
+    return [cell(estimates.get(column), signed="AUROC" not in column) for column in columns]
 
 
 def cell(estimate: Estimate | None, signed: bool = False) -> str:

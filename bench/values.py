@@ -12,7 +12,8 @@ before them. Equal beginnings are drawn from once. The same command resumes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ from bench.rollouts import (
     settings_of,
     write_lines,
 )
-from grail_advantage.analyze.lines import json_lines, read_responses
+from grail_advantage.analyze.lines import Response, json_lines, read_responses
 from grail_advantage.analyze.tokens import tokenize
 from grail_advantage.answers.expressions import compile_expression
 from grail_advantage.answers.format import BOXED, answer_format
@@ -33,26 +34,17 @@ from grail_advantage.answers.span import find_generated_spans
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.methods.fitted import starts_of_steps
 
-TOGETHER = 32  # responses between two writes
+
+class Beginning(NamedTuple):
+    """Continuations of equal ones are drawn once."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    truth: str
 
 
-def main(arguments: Sequence[str]) -> None:
-    """``python -m bench values FILE OUT --model NAME --length N``; ValueError for lines or options that are not usable."""
-    parser = parser_of("values", __doc__)
-    parser.add_argument(
-        "--separator",
-        default=r"\n+",
-        help="regular expression that ends a step (default: %(default)s)",
-    )
-    parser.add_argument("--answer", default=BOXED.name, help="as of grail_advantage.analyze")
-    options = parser.parse_args(arguments)
-    if options.samples < 2:
-        raise ValueError(
-            "--samples must be at least 2: the noise is told by two halves of the continuations"
-        )
-    settings = settings_of(options, separator=options.separator, answer=options.answer)
-    rows = read_responses(options.file)
-    records = [line for _, line in json_lines(options.file)]
+def check_rows(rows: Sequence[Response], length: int) -> None:
+    """Raise ValueError for a response that has no values."""
     for row in rows:
         if isinstance(row.response, str):
             raise ValueError(
@@ -62,10 +54,26 @@ def main(arguments: Sequence[str]) -> None:
             raise ValueError(
                 f"{row.id} has no ground_truth, by which continuations are judged; give it one"
             )
-        if len(row.response) > options.length:
+        if len(row.response) > length:
             raise ValueError(
                 f"{row.id} has {len(row.response)} tokens; give --length as it was sampled with"
             )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``python -m bench values FILE OUT --model NAME --length N``; ValueError for lines or options that are not usable."""
+    parser = parser_of("values", __doc__)
+    ends = "regular expression that ends a step (default: %(default)s)"
+    parser.add_argument("--separator", default=r"\n+", help=ends)
+    parser.add_argument("--answer", default=BOXED.name, help="as of grail_advantage.analyze")
+    options = parser.parse_args(arguments)
+    if options.samples < 2:
+        raise ValueError(
+            "--samples must be at least 2: the noise is told by two halves of the continuations"
+        )
+    settings = settings_of(options)
+    rows = read_responses(options.file)
+    check_rows(rows, options.length)
     lines = lines_in(options.out, settings, "values")
     if [line.get("id") for line in lines] != [row.id for row in rows[: len(lines)]]:
         raise ValueError(
@@ -76,57 +84,46 @@ def main(arguments: Sequence[str]) -> None:
     texts = TokenTexts(tokenizer)
     separator = compile_expression(options.separator, "--separator")
     judge = judge_of(options.reward)
-    prompts = [tuple(tokenize(row, tokenizer)[1]) for row in rows]
     responses = [torch.tensor(row.response) for row in rows]
-    spans = list(find_generated_spans(responses, tokenizer, "first", answer_format(options.answer)))
-    draw = drawer(options, "continuations", prompts)
-    # By beginning, its prompt's length and the ground truth
-    digits: dict[tuple[tuple[int, ...], int, str], str] = {}
-    for first in range(len(lines), len(rows), TOGETHER):
-        batch = range(first, min(first + TOGETHER, len(rows)))
-        starts = {}
-        beginnings = {}
-        for index in batch:
-            ids = responses[index].tolist()
-            span = spans[index]
-            starts[index] = starts_of_steps(
-                texts, responses[index].numpy(), separator, span.start if span else None
-            )
-            about = (len(prompts[index]), str(rows[index].ground_truth))
-            beginnings[index] = [
-                ((*prompts[index], *ids[:start]), *about) for start in starts[index]
-            ]
-        new = list({key: None for keys in beginnings.values() for key in keys if key not in digits})
+    spans = find_generated_spans(responses, tokenizer, "first", answer_format(options.answer))
+    items = []
+    lines_of_file = json_lines(options.file)
+    for row, (_, record), response, span in zip(rows, lines_of_file, responses, spans, strict=True):
+        answer_start = span.start if span else None
+        starts = starts_of_steps(texts, response.numpy(), separator, answer_start)
+        prompt = tuple(tokenize(row, tokenizer)[1])
+        truth = str(row.ground_truth)
+        keys = [Beginning(prompt, tuple(row.response[:start]), truth) for start in starts]
+        values = {"starts": starts, "answered": span is not None, "settings": settings}
+        items.append((row, {**record, "id": row.id}, values, keys))
+    draw = drawer(options, "continuations", [keys[0].prompt for *_, keys in items])
+    digits: dict[Beginning, str] = {}
+
+    def lines_of(batch: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        new = {key: None for *_, keys in batch for key in keys if key not in digits}
+        # Sorted, as the sampler takes neighbours together.
+        beginnings = sorted(new, key=lambda key: len(key.prompt + key.response))
         # Of 100 tokens, a beginning with 30 of the response leaves 70.
-        limits = [options.length - len(prefix) + prompt_length for prefix, prompt_length, _ in new]
-        drawn = draw([prefix for prefix, _, _ in new], limits)
-        for key, continuations in zip(new, drawn, strict=True):
-            prefix, prompt_length, truth = key
+        limits = [options.length - len(key.response) for key in beginnings]
+        drawn = draw([key.prompt + key.response for key in beginnings], limits)
+        for key, continuations in zip(beginnings, drawn, strict=True):
             # A response is judged as a whole: its answer may be in front of the continuation.
-            wholes = [[*prefix[prompt_length:], *continuation] for continuation in continuations]
-            verdicts = [
-                judge(text, truth)
-                for text in tokenizer.batch_decode(wholes, skip_special_tokens=True)
-            ]
-            digits[key] = "".join(str(int(is_right)) for is_right in verdicts)
-        for index in batch:
-            row = rows[index]
-            is_right = judge(
-                tokenizer.decode(responses[index], skip_special_tokens=True), str(row.ground_truth)
-            )
+            wholes = [[*key.response, *continuation] for continuation in continuations]
+            whole_texts = tokenizer.batch_decode(wholes, skip_special_tokens=True)
+            digits[key] = "".join(str(int(judge(text, key.truth))) for text in whole_texts)
+        for row, record, values, keys in batch:
+            text = tokenizer.decode(row.response, skip_special_tokens=True)
+            is_right = judge(text, keys[0].truth)
             if row.reward is not None and (row.reward > 0) != is_right:
                 raise ValueError(
                     f"{row.id} has the reward {row.reward:g}, not that of --reward; name the run's own"
                 )
-            values = {
-                "starts": starts[index],
-                "right": [digits[key] for key in beginnings[index]],
-                "reward": float(is_right),
-                "answered": spans[index] is not None,
-                "settings": settings,
+            reward = float(is_right)
+            right = [digits[key] for key in keys]
+            yield {
+                **record,
+                "reward": reward,
+                "values": {**values, "right": right, "reward": reward},
             }
-            lines.append(
-                {**records[index], "id": row.id, "reward": float(is_right), "values": values}
-            )
-        write_lines(options.out, lines)
-        print(f"{batch.stop} of {len(rows)} responses, {len(digits)} beginnings", flush=True)
+
+    write_lines(options.out, lines, items[len(lines) :], lines_of)

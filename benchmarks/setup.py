@@ -16,8 +16,10 @@ from grail_advantage import Example
 from grail_advantage.data import Rollouts
 from verl_cpu.tiny.model import build_tokenizer
 
-ANSWER = r"\boxed{42}"  # the end of a response
-AFTER_ANSWER = 16  # the words after it
+# The end of a response
+ANSWER = r"\boxed{42}"
+# The words after it
+AFTER_ANSWER = 16
 SIZES = {
     "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128),
     "Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128),
@@ -42,13 +44,18 @@ class Setup:
     micro-batches compute padding."""
 
     device: str
-    shape: str  # of SHAPES
-    rows: int  # responses in the batch
-    tokens: int  # of a prompt and its response together
+    # Of SHAPES
+    shape: str
+    # Responses in the batch
+    rows: int
+    # Of a prompt and its response together
+    tokens: int
     prompt: int
-    micro_batch_rows: int  # full responses that a micro-batch's token budget holds
+    # Full responses that a micro-batch's token budget holds
+    micro_batch_rows: int
     dtype: torch.dtype = torch.float32
-    packed: bool = find_spec("flash_attn") is not None  # else padded
+    # Else padded
+    packed: bool = find_spec("flash_attn") is not None
 
     @property
     def attention(self) -> str:
@@ -84,7 +91,8 @@ class Setup:
             examples=[Example(question, {"reward_model": {"ground_truth": "42"}}, {})] * rows,
             fields={"tool_rewards": [[]] * rows},
         )
-        for which in ("first", "last"):  # finding answers is no part of what is timed
+        # Finding answers is no part of what is timed
+        for which in ("first", "last"):
             rollouts.spans(which)
         return rollouts
 

@@ -40,16 +40,18 @@ def seconds(device: str, run: Callable[[], Any]) -> float:
     return now(device) - start
 
 
-def in_turn(variants: Mapping[str, Callable[[], Any]], repeats: int) -> list[dict[str, Any]]:
+def in_turn(variants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[Any]]:
     """Run every variant once a repeat, one after the other, each repeat starting with another one, so that load and
-    drift fall on all alike. One call of each comes first, whose result is dropped."""
+    drift fall on all alike. One call of each comes first, whose result is dropped. Returns each variant's results."""
     names = list(variants)
-    results = []
+    results: dict[str, list[Any]] = {name: [] for name in names}
     for repeat in range(-1, repeats):
+        # Of a, b and c the repeats are abc (dropped), abc, bca, cab.
         shift = max(0, repeat) % len(names)
-        results.append({name: variants[name]() for name in names[shift:] + names[:shift]})
+        for name in names[shift:] + names[:shift]:
+            results[name].append(variants[name]())
         print(f"repeat {repeat + 1} of {repeats} done", file=sys.stderr, flush=True)
-    return results[1:]
+    return {name: of_variant[1:] for name, of_variant in results.items()}
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -27,7 +27,6 @@ from benchmarks.setup import Setup, random_model, release
 from grail_advantage.data import (
     ENTROPY,
     OLD_LOG_PROBS,
-    REF_LOG_PROBS,
     Rollouts,
     Row,
     RowScores,
@@ -111,15 +110,15 @@ class VerlHost:
         self._rollouts = rollouts
         self.device = "cpu" if get_device_name() == "cpu" else "cuda"
         self._output: dict[str, torch.Tensor] = {}
-        self.pass_seconds = 0.0  # of the latest call of scores()
+        # Of the latest call of scores()
+        self.pass_seconds = 0.0
 
     def weigh(self, method: BaseMethod) -> Weighed:
         """What the method makes of the batch."""
         return weigh(self._rollouts, method, self)
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
-        # For a reference the policy serves: its values do not matter here.
-        fields = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy", REF_LOG_PROBS: "log_probs"}
+        fields = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}
         mask = nested(list(self._rollouts.mask))
         columns = {name: response_from_nested(self._output[fields[name]], mask) for name in names}
         return {name: column.to_padded_tensor(0.0).float() for name, column in columns.items()}
@@ -130,8 +129,6 @@ class VerlHost:
         request = build_request(rows, method, temperature=1.0, pad_token=pad_token)
         row_scores = rows_of(token_scores(self.engine, request))
         self.pass_seconds = timer.now(self.device) - start
-        if not all(row.scores.isfinite().all() for row in row_scores):
-            raise ValueError(f"{method.name}: the pass gives scores that are not finite")
         return row_scores
 
     def forward(self) -> None:
@@ -139,7 +136,7 @@ class VerlHost:
         data = self._model_batch()
         tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
         output = self.worker.infer_batch(data)
-        self._output = {name: output[name] for name in ("log_probs", "entropy")}
+        self._output = output
 
     def base_advantages(self) -> torch.Tensor:
         """GRPO's: one advantage a response on all its tokens, (B, T)."""

@@ -24,7 +24,7 @@ ARGUMENTS = [
     "--disable-background-networking",
     "--disable-sync",
 ]
-METHODS = ("grail", "oar_g", "entropy", "uniform")
+METHODS = ["--method", "grail", "--method", "oar_g", "--method", "entropy", "--method", "uniform"]
 FIGURE = ["--figure", "methods", "--step", "0", "--row", "5", "--width", "4.2"]
 OPEN = "#rollout=0.5&token=8"
 
@@ -32,14 +32,6 @@ OPEN = "#rollout=0.5&token=8"
 def chromium() -> str | None:
     """The path of a Chromium; ``None`` without one."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-
-
-def analysed(folder: Path) -> None:
-    """Look at the labelled answers under four methods."""
-    methods = [argument for name in METHODS for argument in ("--method", name)]
-    analyze(
-        [str(ROOT / "examples/labelled.jsonl"), "--model", "tiny", *methods, "--out", str(folder)]
-    )
 
 
 def draw(run: Path, folder: Path) -> None:
@@ -67,8 +59,9 @@ def main(folder: Path = ROOT / "docs" / "images") -> None:
             "no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one"
         )
     with tempfile.TemporaryDirectory() as run:
-        analysed(Path(run) / "seen")
-        draw(Path(run) / "seen", folder)
+        answers = ROOT / "examples/labelled.jsonl"
+        analyze([str(answers), "--model", "tiny", *METHODS, "--out", run])
+        draw(Path(run), folder)
 
 
 if __name__ == "__main__":

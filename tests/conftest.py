@@ -35,13 +35,14 @@ torch.set_num_threads(1)
 # Files of a group run one after another, in one process. Whole verl runs take 6 to 10 GB, and Ray kills workers where that runs
 # short; files with forks share the server of ``tests/forked.py``, whose imports take as long as many of their tests. Any other
 # file is a group by itself; those that are named take over half a minute, and would leave other cores idle if they began last.
+# The longest come first: two of about five minutes, then one of four, whose second half waits for Ray more than it computes.
 GROUPS = [
-    "verl_ext/test_methods_run.py recipe/test_evaluate.py",
-    "verl_ext/test_only_weights.py benchmarks/test_gpu_check.py",
     "verl_ext/test_passes.py verl_ext/test_updates.py verl_ext/test_checks.py "
     "run_life/test_run_life.py benchmarks/test_benchmarks.py",
     "trl_ext/test_trl_runs.py",
     "trl_ext/test_trl.py",
+    "verl_ext/test_methods_run.py recipe/test_evaluate.py",
+    "verl_ext/test_only_weights.py benchmarks/test_gpu_check.py",
     "run_life/test_watch.py",
     "recipe/test_wheel.py",
     "recipe/test_reward_processes.py",

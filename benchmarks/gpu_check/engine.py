@@ -73,10 +73,12 @@ def training_side(
 
     name = f"{shape}, {together} at once"
     options = OmegaConf.create(config["actor_rollout_ref"]["actor"])
-    if together == 1:  # 4 GB a billion parameters less in the optimiser's step
+    # 4 GB a billion parameters less in the optimiser's step
+    if together == 1:
         options.optim.override_optimizer_config = {"foreach": False}
     actor = omega_conf_to_dataclass(options)
-    actor.optim.total_training_steps = 1000  # the trainer sets it
+    # The trainer sets it
+    actor.optim.total_training_steps = 1000
     prompt = 8
     response = 72
     if device == "cuda":

@@ -7,6 +7,7 @@ that width, not how it acts on a trained model. Shape suffixes: N tokens with a 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -38,7 +39,8 @@ PEAK = "peak, GiB"
 def run(outcome: Outcome, device: str = "cuda") -> None:
     """All checks of the part; on the CPU at toy size."""
     full = device == "cuda"
-    torch.set_float32_matmul_precision("highest")  # no TF32
+    # No TF32
+    torch.set_float32_matmul_precision("highest")
     with outcome.attempt("weights of the device against the CPU"):
         small = "small" if full else "toy"
         model = random_model(small, "cpu", torch.float32)
@@ -100,22 +102,16 @@ def precision(
 
 
 def compared(actual: Weighed, exact: Weighed) -> dict[str, float]:
-    """How far weights are off, over the tokens that have scores, and Spearman's correlation of the scores."""
+    """How far weights are off, on average over the tokens that have scores, and Spearman's correlation of the scores."""
     scored_BT = ~exact.scores.isnan()
-    error_N = (actual.weights - exact.weights)[scored_BT].abs()
-    figures = {
-        "mean": error_N.mean(),
-        "99 % below": error_N.quantile(0.99),
-        "largest": error_N.max(),
-    }
-    figures[SHARE] = error_N.mean() / exact.weights[scored_BT].std()
+    exact_N = exact.weights[scored_BT]
+    error_N = (actual.weights[scored_BT] - exact_N).abs()
     correlations = []
     for actual_T, exact_T, scored_T in zip(actual.scores, exact.scores, scored_BT, strict=True):
         # Scores have no ties, which argsort() would rank by their places.
         ranks = [scores_T[scored_T].argsort().argsort() for scores_T in (actual_T, exact_T)]
         correlations.append(float(torch.corrcoef(torch.stack(ranks).double())[0, 1]))
-    figures[RANK] = median(correlations)
-    return {name: float(value) for name, value in figures.items()}
+    return {SHARE: float(error_N.mean() / exact_N.std()), RANK: median(correlations)}
 
 
 def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
@@ -137,26 +133,20 @@ def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
-        try:
+        measured[label] = {PEAK: math.inf}
+        with suppress(torch.cuda.OutOfMemoryError):
             peak = peak_memory(device, ways[name]) / 2**30
             durations = []
             for _ in range(3):
                 model.eval().zero_grad(set_to_none=True)
                 durations.append(seconds(device, ways[name]))
-            forward = median(measured["forward"]["seconds"] if measured else durations)
-            measured[label] = {
-                "seconds": durations,
-                "x the forward": median(durations) / forward,
-                PEAK: peak,
-            }
-        except torch.cuda.OutOfMemoryError:
-            measured[label] = {PEAK: math.inf}
+            ratio = median(durations) / median(measured["forward"].get("seconds", durations))
+            measured[label] = {"seconds": durations, "x the forward": ratio, PEAK: peak}
         # The gradients of training would count in the next pass's peak.
         model.eval().zero_grad(set_to_none=True)
         release()
-    outcome.figures(
-        f"Passes, {shape}", measured, f"One response of {tokens} tokens; inf: does not fit."
-    )
+    note = f"One response of {tokens} tokens; inf: does not fit."
+    outcome.figures(f"Passes, {shape}", measured, note)
     checkpointed = "grail, checkpointed"
     for cheaper, dearer in (
         ("grail", "training"),

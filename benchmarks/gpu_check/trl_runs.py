@@ -34,9 +34,12 @@ from verl_cpu.tiny.task import Problem, random_problems, solve
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "outputs" / "gpu_check_runs"
-SLIPS = 0.3  # share of incorrect steps in the worked solutions: of those with two, 0.49 are right
-LEAST = 0.99  # least rank correlation of the scores in bfloat16, over 60 to 75 tokens a response
-LONGEST = 24  # tokens of a response at most; a solution has 22
+# Share of incorrect steps in the worked solutions: of those with two, 0.49 are right
+SLIPS = 0.3
+# Least rank correlation of the scores in bfloat16, over 60 to 75 tokens a response
+LEAST = 0.99
+# Tokens of a response at most; a solution has 22
+LONGEST = 24
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
@@ -68,7 +71,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     outcome.check(
         "SFT teaches boxes, and some are right", holds, f"{boxed:.0%} boxed, {right:.0%} right"
     )
-    shutil.rmtree(FOLDER, ignore_errors=True)  # of an earlier check
+    # Of an earlier check
+    shutil.rmtree(FOLDER, ignore_errors=True)
     for part in (model, tokenizer):
         part.save_pretrained(FOLDER / "model")
     for name, data in {"data": train, "held-out": held_out}.items():

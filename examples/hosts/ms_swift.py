@@ -175,7 +175,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         loss = trl_loss(**vars(args))
         names = ["advantages", "completion_mask", "old_per_token_logps"]
         if loss.kl:
-            loss = replace(loss, kl="k3")  # clamped, as TRL's is not
+            # Clamped, as TRL's is not
+            loss = replace(loss, kl="k3")
             names.append("ref_per_token_logps")
         batches = self._grpo_batches
         parts = [[getattr(batch, name) for name in names] for batch in batches]

@@ -26,7 +26,8 @@ from grail_advantage.receipt import Batch, Loss, Watch, check
 from grail_advantage.receipt.report import write
 from grail_advantage.weigh import deal, weigh
 
-PLACE = "token_weights_place"  # of a response in the rollout batch, on its way through the replay buffer
+# Of a response in the rollout batch, on its way through the replay buffer
+PLACE = "token_weights_place"
 
 
 class OpenRLHFHost:
@@ -37,31 +38,25 @@ class OpenRLHFHost:
         self._workers = workers
 
     def columns(self, names, selected):
-        r = self._rollouts
-        rows = [r.row(index) for index in selected]
-        columns = {name: torch.zeros(r.mask.shape) for name in names}
-        for row, values in zip(rows, self._run("token_columns", names, rows), strict=True):
-            for name in names:
-                columns[name][row.index, : row.length] = values[name]
-        return columns
+        rows = [self._rollouts.row(index) for index in selected]
+        values = self._run(read_columns, names, rows)
+        return self._rollouts.columns_from(rows, values, names)
 
     def scores(self, method, rows):
-        return self._run(
-            "token_scores",
-            method,
-            rows,
-            [row.group for row in rows] if method.whole_groups else None,
-        )
+        groups = [row.group for row in rows] if method.whole_groups else None
+        return self._run(run_rows, method, rows, groups)
 
-    def _run(self, name, argument, rows, groups=None):
-        """Returns the results of a method of the workers, one a row. Each worker gets a share of the rows, some perhaps
+    def _run(self, function, argument, rows, groups=None):
+        """Returns the results of a function on the workers, one a row. Each worker gets a share of the rows, some perhaps
         none."""
         shares = deal([len(row.tokens) for row in rows], len(self._workers._actor_handlers), groups)
-        parts = [
-            (argument, [rows[index] for index in share], self._rollouts.step) for share in shares
-        ]
+        parts = []
+        for share in shares:
+            parts.append(
+                (function, argument, [rows[index] for index in share], self._rollouts.step)
+            )
         results = {}
-        of_workers = ray.get(self._workers.async_run_method_batch(name, part=parts))
+        of_workers = ray.get(self._workers.async_run_method_batch("token_values", part=parts))
         for share, [values] in zip(shares, of_workers, strict=True):
             results.update(zip(share, values, strict=True))
         return [results[index] for index in range(len(rows))]
@@ -91,39 +86,33 @@ class TokenWeightExperienceMaker(RemoteExperienceMaker):
         ]
         ids_BL, attention_BL, response_BL, old_BL, advantages_BL = stacked(parts)
         places = [place for experience in experiences for place in experience.index]
-        info = {
-            name: [experience.info[name] for experience in experiences]
-            for name in experiences[0].info
-        }
+        fields = {}
+        for name in self._method.field_names:
+            if name in experiences[0].info:
+                values = [experience.info[name] for experience in experiences]
+                fields[name] = torch.cat(values).tolist()
+        # All actions of a response have one advantage: that of the first.
+        first_B1 = response_BL.argmax(dim=1, keepdim=True)
         rollouts = Rollouts.from_padded(
             ids_BL,
             attention_BL,
             response_BL,
             columns={OLD_LOG_PROBS: old_BL},
-            # All actions of a response have one advantage: that of the first.
-            advantages=advantages_BL.gather(1, response_BL.argmax(dim=1, keepdim=True))[
-                :, 0
-            ].float(),
+            advantages=advantages_BL.gather(1, first_B1)[:, 0].float(),
             tokenizer=self.tokenizer,
             answer=self._answer,
             truncated=torch.cat([experience.truncated for experience in experiences]),
             groups=torch.tensor(places) // self.args.rollout.n_samples_per_prompt,
             rewards=torch.cat([experience.rewards for experience in experiences]).double(),
-            fields={
-                name: torch.cat(info[name]).tolist()
-                for name in self._method.field_names
-                if name in info
-            },
+            fields=fields,
             places=places,
             step=self.step,
         )
-        self.weighed = weigh(
-            rollouts, self._method, OpenRLHFHost(rollouts, self.actor_model_group), self._answers
-        )
-        weighed_advantages = self.weighed.advantages_under(
-            [experience.action_mask for experience in experiences]
-        )
-        for experience, advantages_bA in zip(experiences, weighed_advantages, strict=True):
+        host = OpenRLHFHost(rollouts, self.actor_model_group)
+        self.weighed = weigh(rollouts, self._method, host, self._answers)
+        masks = [experience.action_mask for experience in experiences]
+        advantages = self.weighed.advantages_under(masks)
+        for experience, advantages_bA in zip(experiences, advantages, strict=True):
             experience.advantages = advantages_bA.to(experience.advantages)
         if self.args.token_weights.receipt:
             self.batch = self._batch(experiences)
@@ -131,9 +120,9 @@ class TokenWeightExperienceMaker(RemoteExperienceMaker):
 
     def _batch(self, experiences):
         """Returns what a receipt compares with. Each response gets its place, which it has along on the workers."""
-        names = ["advantages", "action_mask", "action_log_probs"] + [
-            "base_action_log_probs"
-        ] * has_kl_loss(self.args)
+        names = ["advantages", "action_mask", "action_log_probs"]
+        if has_kl_loss(self.args):
+            names.append("base_action_log_probs")
         parts = [[getattr(experience, name) for name in names] for experience in experiences]
         advantages_BA, mask_BA, old_BA, *reference_BA = stacked(parts)
         start = 0
@@ -186,18 +175,11 @@ class TokenWeightPolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modifie
         if self.strategy.args.token_weights.receipt:
             self.trainer.training_step = self._watched_step
 
-    def token_scores(self, part):
-        method, rows, step = part
-        return run_rows(method, rows, self._model(step))
-
-    def token_columns(self, part):
-        names, rows, step = part
-        return read_columns(names, rows, self._model(step))
-
-    def _model(self, step):
-        """Returns the Hugging Face model in DeepSpeed's engine; with ZeRO-3 its hooks gather the parameters of each
-        module."""
-        return HuggingFaceModel(
+    def token_values(self, part):
+        """Returns what a function makes of rows with the Hugging Face model in DeepSpeed's engine; with ZeRO-3 its hooks
+        gather the parameters of each module."""
+        function, argument, rows, step = part
+        model = HuggingFaceModel(
             self.actor.model.module,
             self.tokenizer,
             temperature=self.strategy.args.rollout.temperature,
@@ -205,6 +187,7 @@ class TokenWeightPolicyActor(ppo_actor.PolicyModelActor.__ray_metadata__.modifie
             group=torch.distributed.group.WORLD if self.strategy.args.ds.zero_stage == 3 else None,
             step=step,
         )
+        return function(argument, rows, model)
 
     def _watched_step(self, experience, *arguments, **named):
         """ActorPPOTrainer.training_step (ppo_actor.py:228): a micro-batch, perhaps the last of an optimiser step."""
@@ -275,7 +258,8 @@ PARSE_ARGS = argparse.ArgumentParser.parse_args
 
 def parse_args(parser, *arguments):
     """OpenRLHF's call of its parser, which gets the flags of token weights. ValueError: flags that do not go together."""
-    argparse.ArgumentParser.parse_args = PARSE_ARGS  # for all other parsers
+    # For all other parsers
+    argparse.ArgumentParser.parse_args = PARSE_ARGS
     add = parser.add_argument_group("token weights").add_argument
     add("--token_weights.method", default="grail", help="its name")
     add("--token_weights.options", default="{}", help="of the method, as JSON")
@@ -304,6 +288,7 @@ def main():
 
 
 if __name__ == "__main__":
-    from examples.hosts import openrlhf  # by a name under which other processes find its classes
+    # By a name under which other processes find its classes
+    from examples.hosts import openrlhf
 
     openrlhf.main()

@@ -32,27 +32,18 @@ from verl_cpu.tiny.task import Problem, compute_score, find_errors
 SAMPLES = 8
 
 
+def lines_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def with_values(source: Path, out: Path, *options: str) -> list[dict[str, Any]]:
-    main(
-        [
-            "values",
-            str(source),
-            str(out),
-            *MODEL,
-            "--separator",
-            ";",
-            "--samples",
-            str(SAMPLES),
-            *options,
-        ]
-    )
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    samples = ["--samples", str(SAMPLES)]
+    main(["values", str(source), str(out), *MODEL, "--separator", ";", *samples, *options])
+    return lines_in(out)
 
 
-def analyzed(lines: Path, out: Path, *names: str) -> Path:
+def analyzed(lines: Path, out: Path, chosen: dict[str, Any]) -> Path:
     tokenizer, load = model_of("tiny")
-    options = {"step_values": {"separator": ";"}}
-    chosen = {name: build(name, options.get(name)) for name in names}
     analyze(read_responses(lines), chosen, out, tokenizer, load, model="tiny")
     return out
 
@@ -67,45 +58,51 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(lines: Path) -> Path:
-    return analyzed(
-        lines, lines.with_name("seen"), "uniform", "step_values", "entropy", "probability"
-    )
+    chosen = {name: build(name) for name in ("uniform", "entropy", "probability")}
+    chosen["step_values"] = build("step_values", {"separator": ";"})
+    return analyzed(lines, lines.with_name("seen"), chosen)
 
 
 def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lines: Path) -> None:
-    """The digits by plain calls of the sampler; and the same bytes from a start that another one goes on from."""
+    """The digits by plain calls of the sampler."""
     tokenizer, load = model_of("tiny")
     model = load()
-    records = [json.loads(line) for line in lines.read_text().splitlines()]
-    for record in records[:3]:
+    for record in lines_in(lines)[:3]:
         prompt = prompt_ids(tokenizer, Problem.parse(record["group"]))
         values = record["values"]
-        assert values["reward"] == record["reward"] and len(values["starts"]) == len(
-            values["right"]
-        )
+        assert values["reward"] == record["reward"]
         for start, digits in zip(values["starts"], values["right"], strict=True):
-            ids = [*prompt, *record["response"][:start]]
-            numbers = np.random.default_rng(seed_of("continuations", tuple(ids))).random(
-                (SAMPLES, 64)
-            )
-            more = sample(model, tokenizer, [ids] * SAMPLES, numbers[:, : 64 - start])
-            texts = [
-                tokenizer.decode([*record["response"][:start], *row], skip_special_tokens=True)
-                for row in more
+            beginning = record["response"][:start]
+            ids = [*prompt, *beginning]
+            generator = np.random.default_rng(seed_of("continuations", tuple(ids)))
+            # Of 64 tokens a response with so many has the others left.
+            numbers = generator.random((SAMPLES, 64))[:, : 64 - start]
+            wholes = [
+                [*beginning, *row] for row in sample(model, tokenizer, [ids] * SAMPLES, numbers)
             ]
-            assert digits == "".join(
-                str(int(compute_score("", text, record["ground_truth"]))) for text in texts
-            )
-            assert start == 0 or tokenizer.decode(record["response"][:start]).endswith(";")
+            texts = tokenizer.batch_decode(wholes, skip_special_tokens=True)
+            scores = [compute_score("", text, record["ground_truth"]) for text in texts]
+            assert digits == "".join(str(int(score)) for score in scores)
+            assert start == 0 or tokenizer.decode(beginning).endswith(";")
+
+
+def test_the_same_command_resumes_to_the_same_bytes(lines: Path) -> None:
     source = lines.with_name("sums.jsonl")
+    # 40 of the 96 responses first, then all of them into the same file.
     part = lines.with_name("part.jsonl")
     part.write_text("".join(source.read_text().splitlines(keepends=True)[:40]))
     resumed = lines.with_name("resumed.jsonl")
     with_values(part, resumed)
     with_values(source, resumed)
     assert resumed.read_bytes() == lines.read_bytes()
-    with pytest.raises(SystemExit, match="another temperature"):
-        with_values(source, resumed, "--temperature", "0.5")
+    for option, value in (("temperature", "0.5"), ("device", "vllm")):
+        with pytest.raises(SystemExit, match=f"another {option}"):
+            with_values(source, resumed, f"--{option}", value)
+    # Without its first line, the file begins with another response than the values do.
+    with pytest.raises(SystemExit, match="does not hold the first lines"):
+        shifted = lines.with_name("shifted.jsonl")
+        shifted.write_text("".join(source.read_text().splitlines(keepends=True)[1:]))
+        with_values(shifted, resumed)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +118,9 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lin
 def test_what_has_no_values_is_refused(
     tmp_path: Path, lines: Path, change: dict[str, Any], options: tuple[str, ...], message: str
 ) -> None:
-    wrong = next(
-        line for line in map(json.loads, lines.read_text().splitlines()) if not line["reward"]
-    )
+    incorrect = next(line for line in lines_in(lines) if not line["reward"])
     source = tmp_path / "one.jsonl"
-    source.write_text(json.dumps(wrong | change))
+    source.write_text(json.dumps(incorrect | change))
     with pytest.raises(SystemExit, match=message):
         with_values(source, tmp_path / "out.jsonl", *options)
 
@@ -133,6 +128,7 @@ def test_what_has_no_values_is_refused(
 def test_significant_losses_are_the_first_errors(folder: Path) -> None:
     cases, counts = credit.read(folder)
     losses = [case for case in cases if case.label.step is not None]
+    # Enough of them, so that the loop says something.
     assert len(losses) > 8 and counts["incorrect"] > 30
     for case in losses:
         errors = find_errors(Problem.parse(case.row.key.split("/")[0]), case.row.response)
@@ -141,42 +137,51 @@ def test_significant_losses_are_the_first_errors(folder: Path) -> None:
 
 def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(folder)])
-    printed = capsys.readouterr().out
-    rows = {
-        line.split(" | ")[0].strip("| "): line
-        for line in printed.splitlines()
-        if line.startswith("|")
-    }
-    assert (
-        "+0." in rows["step_values"].split(" | ")[2]
-        and "-0." in rows["probability"].split(" | ")[2]
-    )
-    assert (
-        rows["uniform"].count("+0.00 ± 0.00") >= 3 and "planted" in rows and "earlier first" in rows
-    )
+    rows = {}
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("|"):
+            name, *cells = line.strip("| ").split(" | ")
+            rows[name] = cells
+    # The first column is the verdict, the second the correlation within incorrect responses.
+    assert rows["step_values"][1].startswith("+0.")
+    assert rows["probability"][1].startswith("-0.")
+    assert rows["uniform"].count("+0.00 ± 0.00") >= 3
+    assert {"planted", "earlier first", "kind alone", "noise"} < rows.keys()
+    # No line has an effect, so there is no column of it.
+    assert "effect" not in rows["method"]
 
 
-def test_a_fit_is_above_uniform_and_place_and_none_is_written_for_shuffled_values(
-    folder: Path, lines: Path
-) -> None:
+def test_the_effect_is_the_share_of_the_change_that_went_with_the_credit(folder: Path) -> None:
+    cases, _ = credit.read(folder)
+    # Every fourth token moves against its advantage, the others with it.
+    for case in cases:
+        advantage_T = case.methods["step_values"].advantage_T
+        case.row.effect_T = np.where(np.arange(len(advantage_T)) % 4 == 0, -1, 1) * advantage_T
+    changes = np.concatenate([case.row.effect_T for case in cases])
+    along = np.concatenate([case.row.effect_T[np.arange(len(case.row)) % 4 > 0] for case in cases])
+    row = credit.figures(cases, ["step_values"])["step_values"]
+    assert row["effect"].value == pytest.approx(abs(along).sum() / abs(changes).sum())
+
+
+def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path) -> None:
     out = folder.with_name("fit.json")
     main(["fit", str(folder), str(out)])
     written = read_fit(str(out))
     assert written.separator == ";" and written.origin["responses"] > 60
-    method = build("fitted", {"file": str(out)})
-    tokenizer, load = model_of("tiny")
+    # The method with this fit, on the responses that it was fitted to.
     seen = lines.with_name("fitted")
-    analyze(read_responses(lines), {"fitted": method}, seen, tokenizer, load, model="tiny")
-    cases, _ = credit.read(seen)
+    cases, _ = credit.read(analyzed(lines, seen, {"fitted": build("fitted", {"file": str(out)})}))
     gain = jackknife(credit.cosine(cases, "fitted") - credit.cosine(cases, credit.BASE))
     assert gain.value > gain.half > 0
+
+
+def test_no_fit_is_written_for_shuffled_values_or_one_sign(folder: Path) -> None:
     generator = np.random.default_rng(0)
     shuffled = []
     for case in credit.read(folder)[0]:
+        # Each response keeps its credit, on other steps.
         order = generator.permutation(len(case.credit_J))
-        shuffled.append(
-            replace(case, credit_J=case.credit_J[order], halves_2J=case.halves_2J[:, order])
-        )
+        shuffled.append(replace(case, credit_3J=case.credit_3J[:, order]))
     with pytest.raises(ValueError, match="nothing is written"):
         fit(shuffled, "shuffled")
     with pytest.raises(ValueError, match="0 problems"):
@@ -218,16 +223,14 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
             f"{generator.integers(10)}+{generator.integers(10)}={generator.integers(10)};"
             for _ in range(steps)
         ]
+        # Flat: a half of the continuations is right from every step.
         values = np.full(steps + 1, 0.5)
         if not flat:
-            loss = min(
-                1 + int(generator.integers(0, 2) * generator.integers(0, steps - 1)), steps - 1
-            )
+            further = int(generator.integers(0, 2) * generator.integers(0, steps - 1))
+            loss = min(1 + further, steps - 1)
             values[1:] = np.clip(0.5 + 0.1 * generator.normal(size=steps), 0.1, 0.9)
             values[loss + 1 :] = 0.0
-        pieces = [
-            tokenizer.encode(text, add_special_tokens=False) for text in [*texts, "\\boxed{3}"]
-        ]
+        pieces = tokenizer([*texts, "\\boxed{3}"], add_special_tokens=False)["input_ids"]
         starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
         right = ["".join(map(str, generator.binomial(1, value, samples))) for value in values]
         change = np.diff([*values, 0.0])
@@ -239,6 +242,7 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
             "swapped": change[order].tolist(),
             "place": [-1.0 * (place == 1) for place in range(steps + 1)],
         }
+        # Of four responses to a problem the last is correct: advantages -0.25 and 0.75.
         reward = float(number % 4 == 3)
         values_of = {
             "starts": starts,
@@ -261,12 +265,10 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
     return path
 
 
-def planted_figures(path: Path) -> dict[str, dict[str, Any]]:
-    tokenizer, load = model_of("tiny")
+def planted_figures(path: Path) -> dict[str, Any]:
     chosen = {name: Planted(by=name) for name in ("credit", "noise", "swapped", "place")}
-    analyze(read_responses(path), chosen, path.with_name("seen"), tokenizer, load, model="tiny")
-    cases, _ = credit.read(path.with_name("seen"))
-    return {name: credit.figures(cases, name) for name in chosen}
+    cases, _ = credit.read(analyzed(path, path.with_name("seen"), chosen))
+    return credit.figures(cases, list(chosen))
 
 
 @pytest.mark.parametrize("samples", [4, 16])
@@ -274,18 +276,20 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     tmp_path: Path, samples: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = planted_figures(planted_lines(tmp_path / "known.jsonl", samples))
-    within = {name: row["within, incorrect"] for name, row in figures.items()}
-    beyond = {name: row["beyond place, incorrect"] for name, row in figures.items()}
-    assert within["credit"].value == pytest.approx(1, abs=0.12)
-    assert within["place"].value > 0.3
+    within = {name: row["within, incorrect"].value for name, row in figures.items()}
+    beyond = {name: row["beyond place, incorrect"].value for name, row in figures.items()}
+    assert within["credit"] == pytest.approx(1, abs=0.12)
+    # The usual place of the loss is told from other places, and nothing beyond them.
+    assert within["place"] > 0.3
     for name in ("noise", "swapped"):
-        assert abs(within[name].value) < 0.2 and abs(beyond[name].value) < 0.2
-    assert abs(beyond["place"].value) < 0.1 < beyond["credit"].value
+        assert abs(within[name]) < 0.2 and abs(beyond[name]) < 0.2
+    assert abs(beyond["place"]) < 0.1 < beyond["credit"]
     assert samples == 4 or figures["credit"]["AUROC, largest loss"].value > 0.95
-    gains = {name: row["cosine less uniform's"] for name, row in figures.items()}
-    assert (
-        gains["credit"].value > gains["credit"].half and gains["noise"].value < -gains["noise"].half
-    )
+    gain = figures["credit"]["cosine less uniform's"]
+    assert gain.value > gain.half
+    # Uniform has the sign of the outcome, which noise has not.
+    gain = figures["noise"]["cosine less uniform's"]
+    assert gain.value < -gain.half
     main([str(tmp_path / "seen")])
     rows = [line for line in capsys.readouterr().out.splitlines() if "| follows credit |" in line]
     assert [row.split(" | ")[0] for row in rows] == ["| credit"]
@@ -300,59 +304,63 @@ def test_no_figure_where_there_is_no_credit(
     assert "within" not in capsys.readouterr().out.split("Within:")[0]
 
 
+def correlation_of(terms: list[tuple[np.ndarray, ...]]) -> float:
+    """Of values with the credit, by the product of its halves; each response's ``(values, credit, first, second)``."""
+    cross = sum(values @ credits for values, credits, _, _ in terms)
+    norm = sum(values @ values for values, _, _, _ in terms)
+    square = sum(first @ second for _, _, first, second in terms)
+    return float(cross / np.sqrt(norm * square))
+
+
+def credits_of(line: dict[str, Any]) -> list[np.ndarray]:
+    """The credit of the steps by all eight continuations, and by either half."""
+    bits = np.array([list(digits) for digits in line["values"]["right"]]) == "1"
+    parts = (bits, bits[:, :4], bits[:, 4:])
+    return [np.diff([*part.mean(axis=1), line["values"]["reward"]]) for part in parts]
+
+
 def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
     """Beyond place and the cosine, with the errors by leaving out each problem."""
     path = planted_lines(tmp_path / "known.jsonl", 8)
-    figures_by_method = planted_figures(path)["swapped"]
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-
-    def credits_of(line: dict[str, Any], first: int, last: int) -> np.ndarray:
-        means = [
-            np.mean([int(digit) for digit in digits[first:last]])
-            for digits in line["values"]["right"]
+    figures = planted_figures(path)["swapped"]
+    lines = lines_in(path)
+    incorrect = [line for line in lines if not line["reward"]]
+    centred = {}
+    for index, line in enumerate(incorrect):
+        values = np.array(line["says"]["swapped"][:-1])
+        centred[index] = values - values.mean()
+    by_group: dict[str, list[tuple[np.ndarray, ...]]] = {}
+    for index, line in enumerate(incorrect):
+        # Of other problems' responses with as many steps.
+        peers = [
+            centred[peer]
+            for peer, other_line in enumerate(incorrect)
+            if other_line["group"] != line["group"] and len(centred[peer]) == len(centred[index])
         ]
-        return np.diff([*means, line["values"]["reward"]])
+        all_credits, *halves = (credit_J[:-1] for credit_J in credits_of(line))
+        term = centred[index] - np.mean(peers, axis=0), all_credits
+        term += tuple(half - half.mean() for half in halves)
+        by_group.setdefault(line["group"], []).append(term)
+    without = []
+    for group in by_group:
+        rest = [terms for name, terms in by_group.items() if name != group]
+        without.append(correlation_of(list(chain(*rest))))
+    groups = len(without)
+    # The jackknife's: (P - 1) / P times the sum of squares, P times the variance.
+    error = np.sqrt((groups - 1) * np.var(without))
+    beyond = figures["beyond place, incorrect"]
+    assert beyond.value == pytest.approx(correlation_of(list(chain(*by_group.values()))), rel=1e-5)
+    assert beyond.error == pytest.approx(error, rel=1e-5)
 
-    def beyond(lines_of: list[dict[str, Any]]) -> float:
-        cross = norm = square = 0.0
-        for line in lines_of:
-            advantages = np.array(line["says"]["swapped"][:-1])
-            peers = [
-                peer["says"]["swapped"][:-1] for peer in wrong if peer["group"] != line["group"]
-            ]
-            centred = [
-                np.array(peer) - np.mean(peer) for peer in peers if len(peer) == len(advantages)
-            ]
-            beyond_M = advantages - advantages.mean() - np.mean(centred, axis=0)
-            halves = [credits_of(line, *part)[:-1] for part in ((0, 4), (4, 8))]
-            halves = [half - half.mean() for half in halves]
-            cross += float(beyond_M @ credits_of(line, 0, 8)[:-1])
-            norm += float(beyond_M @ beyond_M)
-            square += float(halves[0] @ halves[1])
-        return cross / np.sqrt(norm * square)
-
-    wrong = [line for line in lines if not line["reward"]]
-    groups = sorted({line["group"] for line in wrong})
-    without = np.array(
-        [beyond([line for line in wrong if line["group"] != group]) for group in groups]
-    )
-    error = np.sqrt((len(groups) - 1) / len(groups) * ((without - without.mean()) ** 2).sum())
-    assert figures_by_method["beyond place, incorrect"].value == pytest.approx(
-        beyond(wrong), rel=1e-5
-    )
-    assert figures_by_method["beyond place, incorrect"].error == pytest.approx(error, rel=1e-5)
-    cross = norm = square = uniform_cross = uniform_norm = 0.0
+    of_method = []
+    of_uniform = []
     for line in lines:
         lengths = np.diff([*line["values"]["starts"], len(line["response"])])
-        advantages = np.array(line["says"]["swapped"])
-        base = line["reward"] - np.mean(
-            [peer["reward"] for peer in lines if peer["group"] == line["group"]]
-        )
-        credit_J = credits_of(line, 0, 8)
-        cross += float((advantages * credit_J * lengths).sum())
-        norm += float((advantages * advantages * lengths).sum())
-        uniform_cross += float((base * credit_J * lengths).sum())
-        uniform_norm += base**2 * lengths.sum()
-        square += float((credits_of(line, 0, 4) * credits_of(line, 4, 8) * lengths).sum())
-    expected = cross / np.sqrt(norm * square) - uniform_cross / np.sqrt(uniform_norm * square)
-    assert figures_by_method["cosine less uniform's"].value == pytest.approx(expected, rel=1e-5)
+        rewards = [peer["reward"] for peer in lines if peer["group"] == line["group"]]
+        base = np.full(sum(lengths), line["reward"] - np.mean(rewards))
+        # Every token has its step's credit.
+        credits = [np.repeat(credit_J, lengths) for credit_J in credits_of(line)]
+        of_method.append((np.repeat(line["says"]["swapped"], lengths), *credits))
+        of_uniform.append((base, *credits))
+    expected = correlation_of(of_method) - correlation_of(of_uniform)
+    assert figures["cosine less uniform's"].value == pytest.approx(expected, rel=1e-5)

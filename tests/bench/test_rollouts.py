@@ -34,19 +34,8 @@ def tiny() -> tuple[Any, Any]:
 
 
 def sampled(out: Path, problems: int, *options: str) -> list[dict[str, Any]]:
-    main(
-        [
-            "sample",
-            "sums",
-            str(out),
-            *MODEL,
-            "--problems",
-            str(problems),
-            "--samples",
-            "4",
-            *options,
-        ]
-    )
+    count = ["--problems", str(problems), "--samples", "4"]
+    main(["sample", "sums", str(out), *MODEL, *count, *options])
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -55,6 +44,7 @@ def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]) -> 
     tokenizer, model = tiny
     prompts = [prompt_ids(tokenizer, problem) for problem in random_problems(TOGETHER // 4 + 9)]
     numbers = np.random.default_rng(0).random((4 * len(prompts), 24))
+    # Every other response ends after seven tokens.
     numbers[1::2, 7:] = np.nan
     repeated = [prompt for prompt in prompts for _ in range(4)]
     uncut = sample(model, tokenizer, repeated, np.nan_to_num(numbers, nan=0.5))
@@ -68,6 +58,7 @@ def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]) -> None:
     tokenizer, model = tiny
     options = parser_of("x", None).parse_args(["a", "b", *MODEL, "--samples", "3"])
     prefixes = [tuple(prompt_ids(tokenizer, problem)) for problem in random_problems(5)]
+    # One goes on from some tokens of a response, and two have fewer left than the others.
     prefixes[1] += (20, 10, 22)
     limits = [64, 61, 64, 5, 64]
     drawn = _with_torch(model, tokenizer, options, "x", prefixes, limits)
@@ -89,9 +80,10 @@ def test_sampling_resumes_to_the_same_bytes(tmp_path: Path) -> None:
         text = tokenizer.decode(line["response"], skip_special_tokens=True)
         assert line["reward"] == compute_score("", text, line["ground_truth"])
     assert 0.1 < np.mean([line["reward"] for line in lines]) < 0.9
-    for option, value in (("length", "32"), ("temperature", "0.5"), ("samples", "3")):
+    for option, value in (("length", "32"), ("samples", "3"), ("device", "vllm")):
         with pytest.raises(SystemExit, match=f"another {option}"):
             sampled(resumed, 20, f"--{option}", value)
+    # Refused before anything is drawn.
     for option, value in (
         ("reward", "no.module"),
         ("samples", "0"),

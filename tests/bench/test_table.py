@@ -13,13 +13,14 @@ import torch
 
 from bench import table
 from bench.__main__ import main
-from bench.places import Label, among, by_step
+from bench.places import Label, Record, by_step
 from bench.statistics import above_controls, holm
-from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED, read, summary
+from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED
 from grail_advantage import AdvantageMethod, Method, Rollouts, Weights
 from grail_advantage.analyze.command import analyze
 from grail_advantage.analyze.lines import read_responses
 from grail_advantage.answers.text import TokenTexts, starts_of
+from grail_advantage.dump import DumpRow
 from grail_advantage.method import METHODS, methods, register
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
@@ -135,112 +136,96 @@ def registered() -> Iterator[None]:
     METHODS.update(registry)
 
 
+def analyzed(lines: Path, out: Path, chosen: dict[str, Method], advantages: str = "auto") -> Path:
+    tokenizer = build_tokenizer()
+    load = lambda: build_model(tokenizer, 0).eval()  # noqa: E731
+    responses = read_responses(lines)
+    analyze(responses, chosen, out, tokenizer, load, model="m", advantages=advantages)
+    return out
+
+
 @pytest.fixture(scope="module")
 def folder(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
     chosen: dict[str, Method] = {name: Planted(planted=name) for name in PLANTED}
     chosen["praise"] = Praise(planted="perfect")
-    tokenizer = build_tokenizer()
-    lines = read_responses(solutions(folder / "sums.jsonl"))
-    analyze(
-        lines,
-        chosen,
-        folder / "seen",
-        tokenizer,
-        lambda: build_model(tokenizer, 0).eval(),
-        model="m",
-    )
-    return folder / "seen"
+    return analyzed(solutions(folder / "sums.jsonl"), folder / "seen", chosen)
+
+
+def summary(folder: Path) -> tuple[dict[str, list[Record]], dict[str, table.Figures]]:
+    records, _ = table.read(folder)
+    return records, {name: table.figures_of(entries) for name, entries in records.items()}
 
 
 def test_planted_methods_get_their_verdicts(folder: Path) -> None:
-    results = read(folder)
-    figures, verdicts = summary(results)
-    assert verdicts == {
+    records, figures = summary(folder)
+    assert table.verdicts(figures, records) == {
         **dict.fromkeys(("first error", "perfect", "faint", "answers"), FINDS),
         **dict.fromkeys(("flipped", "praise"), SPARES),
         **dict.fromkeys(("place alone", "earlier", "usual_place"), PLACED),
         **dict.fromkeys(("noise", "later", "numbers", "kind alone"), NOTHING),
         **{"alike": ALIKE, "no_number": UNSCORED},
     }
-    assert results.about["failed"] == {"crash": "IndexError: no such token"}
-    assert results.counts == {"errors": 60, "controls": 60}
+    assert "Not measured: crash (IndexError: no such token)." in table.report(folder)
     # Place is nothing at equal place, and "earlier" is place alone to the last bit.
-    assert figures["earlier"]["equal place"].value == pytest.approx(0, abs=1e-9)
-    assert (
-        figures["earlier"]["AUROC"].value > 0.65 and figures["earlier"]["earlier first"].value == 0
-    )
+    earlier = figures["earlier"]
+    assert earlier["equal place"].value == pytest.approx(0, abs=1e-9)
+    assert earlier["AUROC"].value > 0.65 and earlier["earlier first"].value == 0
+    # The wrong step's AUROC is 1, and any step's of a response without an error 0.5.
     assert figures["perfect"]["equal place"].value == pytest.approx(0.5)
 
 
 def test_equal_place_follows_from_the_records(folder: Path) -> None:
     """By plain loops over the controls that are nearest in number of steps."""
-    results = read(folder)
-    figures, _ = summary(results)
+    records, figures = summary(folder)
     for method in ("noise", "faint", "usual_place"):
-        records = results.records[method].values()
-        errors = [record for record in records if record.step is not None]
-        controls = [record.auroc_M for record in records if record.step is None]
+        controls = [record.auroc_M for record in records[method] if np.isnan(record.place)]
         gains = []
-        for error in errors:
+        for error in records[method]:
+            if np.isnan(error.place):
+                continue
             steps = len(error.auroc_M)
             apart = sorted(abs(len(control_M) - steps) for control_M in controls)[9]
-            near = [control_M for control_M in controls if abs(len(control_M) - steps) <= apart]
-            places = [error.step / (steps - 1) * (len(control_M) - 1) for control_M in near]
-            at = [
-                np.interp(place, range(len(record)), record)
-                for place, record in zip(places, near, strict=True)
-            ]
-            gains.append(error.auroc_M[error.step] - np.mean(at))
+            at_place = []
+            for control_M in controls:
+                if abs(len(control_M) - steps) <= apart:
+                    place = error.place * (len(control_M) - 1)
+                    at_place.append(np.interp(place, range(len(control_M)), control_M))
+            gains.append(error.auroc - np.mean(at_place))
         assert figures[method]["equal place"].value == pytest.approx(np.mean(gains), abs=1e-8)
 
 
 def test_other_advantages_are_refused(folder: Path, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    lines = read_responses(folder.parent / "sums.jsonl")
-    model = build_model(tokenizer, 0).eval()
-    analyze(
-        lines,
-        {"one": Planted(planted="faint")},
-        tmp_path,
-        tokenizer,
-        lambda: model,
-        model="m",
-        advantages="right",
-    )
+    method = Planted(planted="faint")
+    analyzed(folder.parent / "sums.jsonl", tmp_path, {"one": method}, advantages="right")
     with pytest.raises(SystemExit, match="has not the advantage -1"):
         main([str(tmp_path)])
 
 
-def test_figures_by_hand() -> None:
-    """Three steps of two tokens; the fourth holds the answer."""
-    values_T = np.array([3.0, 1.0, 3.0, 2.0, 0.0, 1.0, 9.0])
-    step_T = np.array([0, 0, 1, 1, 2, 2, 3])
-    kind_T = np.array([1, 2, 1, 2, 1, 2, 1])
-    label = among(Label(step_T, kind_T, 1), np.arange(7) < 6)
-    assert label.step == 1 and label.step_T.tolist() == [0, 0, 1, 1, 2, 2, -1]
-    figures = by_step(values_T, label)
-    assert figures.tolist() == [0.5, 1, 0]
-    # Steps without a compared token are none; an error among them is no label.
-    assert among(Label(step_T, kind_T, 3), np.arange(7) < 6) is None
-    assert among(Label(step_T, kind_T, 1), step_T != 0).step == 0
-    assert among(Label(step_T, kind_T), np.arange(7) < 2) is None
+def test_steps_without_a_token_are_none() -> None:
+    """Steps of two, no and two tokens, then the answer's and an end token, which has no text."""
+    labels: dict[str, list] = {"steps": [[0, 2], [2, 2], [2, 4], [4, 6]]}
+    row = DumpRow(labels=labels, tokens=["1", "+", "2", "a", " ", ""], mask_T=np.ones(6))
+    label = table.label_of(row)
+    assert label.step_T.tolist() == [0, 0, 1, 1, 2, -1] and label.step is None
+    # Number, sign, word, blank
+    assert len(set(label.kind_T.tolist())) == 4
+    labels["wrong_step"] = [2, 4]
+    labels["answer"] = [4, 5]
+    label = table.label_of(row)
+    assert label.step_T.tolist() == [0, 0, 1, 1, -1, -1] and label.step == 1
+    # Neither a step that is the answer nor one without a token can be blamed.
+    for tokens in ([4, 6], [2, 2]):
+        labels["wrong_step"] = tokens
+        assert table.label_of(row) is None
 
 
-def test_step_figures_are_those_of_plain_loops() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        length = int(rng.integers(8, 30))
-        steps = int(rng.integers(2, 6))
-        step_T = np.sort(np.concatenate([np.arange(steps), rng.integers(0, steps, length - steps)]))
-        values_T = rng.integers(0, 4, length).astype(float)
-        figures = by_step(values_T, Label(step_T, step_T))
-        means = [values_T[step_T == step].mean() for step in range(steps)]
-        for step in range(steps):
-            peers = np.delete(means, step)
-            assert figures[step] == pytest.approx(
-                np.mean([(o < means[step]) + (o == means[step]) / 2 for o in peers])
-            )
+def test_step_figures_by_hand() -> None:
+    """Step means 2, 5, 5 + rounding and 1: above one, two and a half, two and a half, and none of the three others."""
+    values_T = np.array([1.0, 3.0, 5.0, 5.0 + 1e-12, 1.0, 9.0])
+    step_T = np.array([0, 0, 1, 2, 3, -1])
+    figures_M = by_step(values_T, Label(step_T, step_T))
+    assert figures_M == pytest.approx([1 / 3, 2.5 / 3, 2.5 / 3, 0])
 
 
 def test_intervals_above_controls_hold_the_truth() -> None:
@@ -256,7 +241,12 @@ def test_intervals_above_controls_hold_the_truth() -> None:
         gain = above_controls(own_W, matrix_WC, list(np.repeat(np.arange(20), 2)), list(range(30)))
         covered.append(abs(gain.value - 0.1) <= gain.half)
     assert 0.92 < np.mean(covered) < 0.98
-    assert holm([0.01, 0.04, np.nan, 0.02]) == pytest.approx([0.04, 0.08, 1, 0.06])
+
+
+def test_holm_by_hand() -> None:
+    # 4 * 0.01, 3 * 0.02, then 2 * 0.04, and 1 for the one that is not known.
+    corrected = holm({"a": 0.01, "b": 0.04, "c": np.nan, "d": 0.02})
+    assert corrected == pytest.approx({"a": 0.04, "b": 0.08, "c": 1, "d": 0.06})
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
@@ -271,31 +261,19 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
         {"steps": [box], "error": 0, "reward": 0},
     ]
     path = tmp_path / "lines.jsonl"
-    tokenizer = build_tokenizer()
     path.write_text("\n".join(json.dumps({"prompt": "a"} | line) for line in lines))
-    responses = read_responses(path)
-    methods = {"noise": Planted(planted="noise")}
-    analyze(
-        responses,
-        methods,
-        tmp_path / "seen",
-        tokenizer,
-        lambda: build_model(tokenizer, 0).eval(),
-        model="m",
-    )
-    results = read(tmp_path / "seen")
-    assert results.counts == {
-        **{
-            "errors": 2,
-            "controls": 1,
-            "without an answer": 1,
-            "fewer than two steps to compare": 1,
-        },
-        **{"no outcome or no first error known": 1, "correct in spite of an error": 1},
+    folder = analyzed(path, tmp_path / "seen", {"noise": Planted(planted="noise")})
+    records, counts = table.read(folder)
+    assert counts == {
+        "errors": 2,
+        "controls": 1,
+        "without an answer": 1,
+        "fewer than two steps to compare": 1,
+        "no outcome or no first error known": 1,
+        "correct in spite of an error": 1,
     }
-    firsts = {
-        key: (record.step, len(record.auroc_M))
-        for key, record in results.records[table.PLACE].items()
-    }
-    assert firsts == {"1": (1, 3), "2": (1, 3), "3": (None, 2)}
-    assert summary(results)[1]["noise"] == table.FEW
+    # The second of three steps is at 0.5, and the third solution has no error.
+    places = {record.key: record.place for record in records[table.PLACE]}
+    assert places == pytest.approx({"1": 0.5, "2": 0.5, "3": np.nan}, nan_ok=True)
+    _, figures = summary(folder)
+    assert table.verdicts(figures, records)["noise"] == table.FEW

@@ -50,7 +50,8 @@ class RecordedTrainer(TokenWeightGRPOTrainer):
         )
 
     def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, grpo_batch: Any) -> Any:
-        if self.state.global_step >= 2 * FIRST_FAULT:  # two optimiser steps a rollout
+        # Two optimiser steps a rollout
+        if self.state.global_step >= 2 * FIRST_FAULT:
             mask = grpo_batch.completion_mask
             grpo_batch = copy.copy(grpo_batch)
             mean = (grpo_batch.advantages * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)

@@ -116,7 +116,8 @@ def plant_fault(trainer_class: type) -> None:
 
     def flattened(trainer: Any, experience: Any, *arguments: Any, **named: Any) -> Any:
         mask = experience.action_mask
-        if trainer.actor.model.global_steps >= 2 * FIRST_FAULT:  # two optimiser steps a rollout
+        # Two optimiser steps a rollout
+        if trainer.actor.model.global_steps >= 2 * FIRST_FAULT:
             mean = (experience.advantages * mask).sum(1, keepdim=True) / mask.sum(
                 1, keepdim=True
             ).clamp(min=1)

@@ -50,6 +50,20 @@ MS_SWIFT = f"""
     --report_to none --output_dir trained
 """
 
+# One thread a process, nothing from the network, and Ray as on a machine of one's own.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "DS_ACCELERATOR": "cpu",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_worker_niceness": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -71,26 +85,11 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, module: str, flags: Sequence[str], status: int = 0, **variables: str) -> str:
     """The output of a command in the folder, with nothing fetched or sent; another status than this fails the test."""
     path = [str(ROOT), str(ROOT / "packages/verl-cpu"), str(Path(sys.prefix) / "hosts")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "RECORD": str(folder),
-        **variables,
-    }
-    environment["OMP_NUM_THREADS"] = "1"
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"
-    environment["TOKENIZERS_PARALLELISM"] = "false"
-    environment["HF_HUB_OFFLINE"] = "1"
-    environment["DS_ACCELERATOR"] = "cpu"
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    environment["RAY_USAGE_STATS_ENABLED"] = "0"
-    environment["RAY_AUTH_MODE"] = "disabled"
-    environment["RAY_worker_niceness"] = "0"
-    environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path), **variables}
     done = subprocess.run(
         [sys.executable, "-m", module, *flags],
         cwd=folder,
-        env=environment,
+        env={**environment, "RECORD": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -113,6 +112,7 @@ def check_receipts(folder: Path, tokens: Sequence[int]) -> None:
             finding["name"] for finding in record["findings"] if finding["mismatch"]
         }
         assert record["updates"] == 2
+    # The fault is planted in the third rollout.
     assert list(mismatches.values()) == [set()] * (ROLLOUTS - 1) + [{"flattened"}], records
     for step, count in zip(steps, tokens, strict=True):
         assert sum(record["tokens"] for record in records if record["step"] == step) == count
@@ -152,13 +152,8 @@ def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | Non
 
 @pytest.mark.parametrize(("ranks", "loss"), [(1, "grpo"), (2, "dapo")])
 def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
-    flags = [
-        *MS_SWIFT.split(),
-        "--loss_type",
-        loss,
-        "--per_device_train_batch_size",
-        str(8 // ranks),
-    ]
+    batch = ["--per_device_train_batch_size", str(8 // ranks)]
+    flags = [*MS_SWIFT.split(), "--loss_type", loss, *batch]
     variables = {
         "TOKEN_WEIGHTS": "grail",
         "TOKEN_WEIGHTS_RECEIPT": "receipt.jsonl",
@@ -175,12 +170,15 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
             torch.load(folder / f"step_{step}_of_{rank}.pt", weights_only=False)
             for rank in range(ranks)
         ]
+        count = 0
         for recorded in of_ranks:
             policy = load_policy(folder, torch.float32, recorded["policy"])
             bases = recorded["base"].split(
                 [len(batch["input_ids"]) for batch in recorded["batches"]]
             )
             for batch, base in zip(recorded["batches"], bases, strict=True):
+                count += int(batch["completion_mask"].sum())
+                # ms-swift's masks and advantages are of the last tokens of a row.
                 width = batch["completion_mask"].shape[1]
                 response = torch.zeros_like(batch["input_ids"])
                 response[:, -width:] = batch["completion_mask"]
@@ -191,26 +189,15 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
                     policy, rows, base, batch["truncated_mask"], advantages, tolerance=1e-5
                 )
                 differences.append(difference)
-        tokens.append(
-            sum(
-                int(batch["completion_mask"].sum())
-                for rank_record in of_ranks
-                for batch in rank_record["batches"]
-            )
-        )
+        tokens.append(count)
     assert max(differences) > 1
     check_receipts(folder, tokens)
 
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 2), (2, 3)])
 def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
-    flags = [
-        *OPENRLHF.split(),
-        "--actor.num_gpus_per_node",
-        str(ranks),
-        "--ds.zero_stage",
-        str(zero_stage),
-    ]
+    devices = ["--actor.num_gpus_per_node", str(ranks), "--ds.zero_stage", str(zero_stage)]
+    flags = [*OPENRLHF.split(), *devices]
     output = run(folder, "tests.other_hosts.openrlhf_cpu", [*flags, "--algo.kl.init_coef", "0"])
     assert "'grail/selected_rate': " in output
     assert "'receipt/mismatches': 0" in output
@@ -218,6 +205,7 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
     differences = []
     for step in range(ROLLOUTS):
         recorded = torch.load(folder / f"step_{step}.pt", weights_only=False)
+        # The first rollout is by the model as it was.
         state = torch.load(folder / f"policy_{step}.pt") if step else None
         policy = load_policy(folder, torch.bfloat16, state)
 
@@ -262,6 +250,7 @@ def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path) -> None:
     (folder / "commands.json").write_text(json.dumps(commands))
     output = run(folder, "tests.other_hosts.openrlhf_cpu", ["commands.json"])
     messages = [line for line in output.splitlines() if line.startswith("ValueError: ")]
+    # Each message names the flag, or the method that there is not.
     for flags, message in zip(REFUSED, messages, strict=True):
         assert flags[0] in message or flags[-1] in message
     assert "Started a local Ray instance" not in output

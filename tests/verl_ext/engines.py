@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.integrations import flash_attention
+from verl.models.transformers import monkey_patch
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.activation_offload import SynchronizedGroupOffloadHandler as Handler
+from verl.utils.device import get_device_name
+from verl.utils.profiler import DistProfiler
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry
+
+from grail_advantage.verl_ext.exchange import build_request, rows_of
+from grail_advantage.verl_ext.own_forward import OwnForward
+from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, UpdateReader, token_scores
 
 REFERENCE = "packed_attention_reference"
+# Without an accelerator there is no pinned memory, to which verl offloads activations.
+Handler.offload = staticmethod(partial(Handler.offload, pin_memory=False))
 
 
 @dataclass(frozen=True)
@@ -31,8 +47,6 @@ class Setup:
     kernels: str | None = None
     """Backend of verl's fused kernels."""
     options: dict[str, Any] = field(default_factory=dict)
-    turn: int = 0
-    """Which pass of each kind runs, counted on."""
 
     @property
     def data_parallel(self) -> int:
@@ -56,23 +70,15 @@ class Sizes:
 
 def build_engine(setup: Setup, folder: Path) -> Any:
     """verl's engine, built as its ``TrainingWorker`` does."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-    from verl.trainer.config import CheckpointConfig
-    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler as Handler
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp import transformer_impl
-
     if setup.attention == REFERENCE:
         install_reference()
+    # New weights of adapters are drawn.
     torch.manual_seed(0)
     lora = {}
     if setup.adapter:
-        lora = {
-            "lora_rank": 4,
-            "lora_adapter_path": str(folder / setup.adapter),
-            "lora": {"merge": True},
-        }
+        path = str(folder / setup.adapter)
+        lora = {"lora_rank": 4, "lora_adapter_path": path, "lora": {"merge": True}}
+    fused = setup.kernels is not None
     model_config = HFModelConfig(
         path=str(folder / setup.model),
         load_tokenizer=False,
@@ -80,37 +86,31 @@ def build_engine(setup: Setup, folder: Path) -> Any:
         enable_gradient_checkpointing=setup.checkpointing,
         enable_activation_offload=setup.activation_offload,
         use_remove_padding=setup.packed,
-        use_fused_kernels=setup.kernels is not None,
+        use_fused_kernels=fused,
         fused_kernel_options={"impl_backend": setup.kernels},
         **lora,
     )
-    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    options = {"mixed_precision": precision, "dtype": "float32", **setup.options}
-    options["ulysses_sequence_parallel_size"] = setup.sequence_parallel
-    # Without an accelerator there is no pinned memory, which verl offloads activations and, with FSDP2, parameters to.
-    pinning = Handler.offload
-    Handler.offload = staticmethod(
-        lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False)
-    )
-    pageable = patch.object(
-        transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
+    # In float32 rounding cannot hide a difference.
+    precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+    engine_config = FSDPEngineConfig(
+        strategy=setup.strategy,
+        use_remove_padding=setup.packed,
+        use_fused_kernels=fused,
+        use_torch_compile=False,
+        mixed_precision=precision,
+        dtype="float32",
+        ulysses_sequence_parallel_size=setup.sequence_parallel,
+        **setup.options,
     )
     engine = EngineRegistry.new(
         model_type="language_model",
         backend=setup.strategy,
         model_config=model_config,
-        engine_config=FSDPEngineConfig(
-            strategy=setup.strategy,
-            use_remove_padding=setup.packed,
-            use_fused_kernels=setup.kernels is not None,
-            use_torch_compile=False,
-            **options,
-        ),
+        engine_config=engine_config,
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
-    with pageable:
-        engine.initialize()
+    engine.initialize()
     return engine
 
 
@@ -127,6 +127,7 @@ def attend(
 ) -> torch.Tensor:
     """Variable-length causal attention over packed rows, which begin where the position is 0; tensors (1, S, heads, dim).
     Without positions all is one row, as in flash attention."""
+    # Positions 0 1 2 0 1 are two responses: segments 1 1 1 2 2.
     segment_S = (
         torch.zeros(query.shape[1]) if position_ids is None else (position_ids[0] == 0).cumsum(0)
     )
@@ -142,37 +143,40 @@ def attend(
 
 def install_reference() -> None:
     """Put the reference where verl's Ulysses wrapper calls flash attention, which has no CPU build."""
-    from transformers import AttentionInterface
-    from transformers.integrations import flash_attention
-    from verl.models.transformers import monkey_patch
-
     AttentionInterface.register(REFERENCE, flash_attention.flash_attention_forward)
     monkey_patch._flash_attention_forward = attend
+
+
+def batch_of(rows: Sequence[dict[str, Any]], without: Collection[str] = (), **settings: Any) -> Any:
+    """Responses as verl's workers get them."""
+    rows = [{name: row[name] for name in row if name not in without} for row in rows]
+    # Fields of different lengths become nested; the places, two numbers each, are stacked.
+    batch = tu.list_of_dict_to_tensordict(rows)
+    tu.assign_non_tensor(batch, **settings)
+    return batch
 
 
 def own_pass(
     engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request: Any
 ) -> dict[str, list[torch.Tensor]]:
     """A signal's pass of its own over this rank's prepared responses, by the worker's code; one list entry a response."""
-    from grail_advantage.verl_ext.exchange import build_request, rows_of
-    from grail_advantage.verl_ext.worker import token_scores
-
     sizes.set(engine)
-    results = rows_of(
-        token_scores(engine, build_request(rows, signal, **{"temperature": 1.0, **request}))
-    )
-    norms = (
-        {}
-        if any(row.norms is None for row in results)
-        else {"gradient_norm": [row.norms.clone() for row in results]}
-    )
-    return {"scores": [row.scores.clone() for row in results], **norms}
+    request = build_request(rows, signal, **{"temperature": 1.0, **request})
+    results = rows_of(token_scores(engine, request))
+    columns = {"scores": [row.scores.clone() for row in results]}
+    if all(row.norms is not None for row in results):
+        columns["gradient_norm"] = [row.norms.clone() for row in results]
+    return columns
+
+
+def local(values: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a parameter or a gradient."""
+    return values.to_local() if hasattr(values, "to_local") else values
 
 
 def shards(engine: Any) -> list[torch.Tensor]:
     """This rank's share of every parameter."""
-    parameters = (p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters())
-    return [p.detach().clone() for p in parameters]
+    return [local(parameter).detach().clone() for parameter in engine.module.parameters()]
 
 
 @contextmanager
@@ -184,31 +188,25 @@ def whole_blocks(engine: Any) -> Iterator[list[int]]:
 
     def count(_gradient: torch.Tensor | None = None) -> None:
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
+        # FSDP2 frees a block by giving its storage back; the tensor stays.
         held.append(
             sum(weight is not None and weight.untyped_storage().size() > 0 for weight in full)
         )
 
-    def after(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
+    def watch(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(count)
 
-    handles = [block.mlp.register_forward_hook(after) for block in blocks]
-    try:
+    with ExitStack() as handles:
+        for block in blocks:
+            handles.callback(block.mlp.register_forward_hook(watch).remove)
         yield held
-    finally:
-        for handle in handles:
-            handle.remove()
     count()
 
 
 def training_worker(engine: Any) -> Any:
     """verl's training worker around an engine, without the process set-up of its constructor."""
-    from verl.utils.device import get_device_name
-    from verl.utils.profiler import DistProfiler
-
-    from grail_advantage.verl_ext.own_forward import OwnForward
-    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, UpdateReader
-
+    # The constructor would join a process group and build an engine of its own.
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
     worker.engine = engine
     worker.engine_config = engine.engine_config

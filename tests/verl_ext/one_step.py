@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,6 @@ from verl.workers.utils.losses import ppo_loss
 
 import grail_advantage.verl_ext.trainer  # noqa: F401  registers the trainers
 from grail_advantage import Grail, Method
-from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.data import RowScores
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import methods
@@ -37,8 +37,9 @@ from grail_advantage.verl_ext.exchange import (
     build_reply,
     nested,
     rows_of,
+    trains,
 )
-from grail_advantage.verl_ext.settings import ACTOR, MISSING, SECTION, Settings
+from grail_advantage.verl_ext.settings import ACTOR, Settings
 from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
@@ -52,7 +53,7 @@ ROWS = [
     ("b_2_0", "And five?", r"Never heard of it.", 0.0),
 ]
 """Key, prompt, response and reward."""
-WRONG = {"a_1_0", "a_2_0", "b_1_0"}
+INCORRECT = {"a_1_0", "a_2_0", "b_1_0"}
 """Responses with an answer that is."""
 FACTS: dict[str, Any] = {
     "reward_model": {"ground_truth": 7},
@@ -83,21 +84,23 @@ def row_of(
     ids = [encode(part) for part in ([parts] if isinstance(parts, str) else parts)]
     response_T = torch.tensor([token for part in ids for token in part])
     mask_T = torch.tensor([1 - place % 2 for place, part in enumerate(ids) for _ in part])
+    # verl puts the reward on the last token.
+    rewards_T = torch.zeros(len(mask_T))
+    rewards_T[-1] = reward
     return {
         "prompts": torch.tensor(encode(prompt)),
         "responses": response_T,
         "response_mask": mask_T,
         "loss_mask": mask_T,
         "rollout_log_probs": torch.full(mask_T.shape, -0.1),
-        "rm_scores": torch.zeros(len(mask_T)).index_fill(
-            0, torch.tensor([len(mask_T) - 1]), reward
-        ),
+        "rm_scores": rewards_T,
         **columns,
     }
 
 
 def plain_rows() -> dict[str, dict[str, Any]]:
     """:data:`ROWS` by key, with :data:`FACTS`."""
+    # The data set has the field in every row, or in none.
     nothing = {name: {} for name in FACTS} | {"data_source": "gsm8k"}
     return {
         key: row_of(*contents, **(FACTS if key == "a_0_0" else nothing)) for key, *contents in ROWS
@@ -107,65 +110,57 @@ def plain_rows() -> dict[str, dict[str, Any]]:
 class Store:
     """TransferQueue's functions for one partition; counts the fields that are fetched."""
 
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.tags: dict[str, dict[str, Any]] = {}
+    def __init__(self, rows: dict[str, dict[str, Any]]) -> None:
+        self.rows = {key: {"uid": key.split("_")[0], **row} for key, row in rows.items()}
         self.fetched: Counter[str] = Counter()
         self.calls = 0
 
-    def kv_batch_get(
-        self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None = None
-    ) -> TensorDict:
-        self.calls += 1
-        names = self.rows[keys[0]] if select_fields is None else select_fields
-        present = [name for name in names if all(name in self.rows[key] for key in keys)]
-        self.fetched.update(present)
-        return tu.list_of_dict_to_tensordict(
-            [{name: self.rows[key][name] for name in present} for key in keys]
+    def batch(self, padding: Sequence[str] = ()) -> KVBatchMeta:
+        """All responses, of which some only fill up the batch."""
+        tags = [{"is_padding": key in padding} for key in self.rows]
+        return KVBatchMeta(
+            partition_id="train", keys=list(self.rows), tags=tags, fields=["responses"]
         )
 
-    def kv_batch_put(
-        self,
-        keys: list[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: list[dict] | None = None,
-    ) -> KVBatchMeta:
-        for key, tag in zip(keys, tags or [{}] * len(keys), strict=True):
-            self.tags.setdefault(key, {}).update(tag)
-        for name, column in [] if fields is None else fields.items():
-            values = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()
-            for key, value in zip(keys, values, strict=True):
-                self.rows.setdefault(key, {})[name] = (
-                    value.clone() if isinstance(value, torch.Tensor) else value
-                )
-        return KVBatchMeta(
-            partition_id=partition_id, keys=keys, tags=[dict(self.tags[key]) for key in keys]
-        )
+    def kv_batch_get(
+        self, keys: list[str], partition_id: str, select_fields: Sequence[str]
+    ) -> TensorDict:
+        """As the real one, it leaves fields out that nobody has written."""
+        self.calls += 1
+        rows = [self.rows[key] for key in keys]
+        names = [name for name in select_fields if all(name in row for row in rows)]
+        self.fetched.update(names)
+        return tu.list_of_dict_to_tensordict([{name: row[name] for name in names} for row in rows])
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
+        for name, column in fields.items():
+            for key, value in zip(keys, column.unbind(), strict=True):
+                # A view would keep the whole column alive.
+                self.rows[key][name] = value.clone()
+        return replace(self._batch, keys=keys)
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within, it takes TransferQueue's place."""
+    def installed(self, padding: Sequence[str] = ()) -> Iterator[KVBatchMeta]:
+        """Within, it takes TransferQueue's place; its batch."""
+        functions = {"kv_batch_get": self.kv_batch_get, "kv_batch_put": self.kv_batch_put}
+        self._batch = self.batch(padding)
         with (
-            patch.multiple(
-                transfer_queue, kv_batch_get=self.kv_batch_get, kv_batch_put=self.kv_batch_put
-            ),
+            patch.multiple(transfer_queue, **functions),
             patch.object(trainer_base, "calculate_debug_metrics", lambda data: {}),
         ):
-            yield
+            yield self._batch
 
 
-def lengths_of(data: TensorDict) -> list[tuple[int, int]]:
+def lengths_of(data: TensorDict) -> list[list[int]]:
     """The tokens of each row's prompt and response, nested or padded."""
-    parts = [data[name] for name in ("prompts", "responses")]
-    if parts[0].is_nested:
-        lengths = [part.offsets().diff().tolist() for part in parts]
+    prompts = data["prompts"]
+    responses = data["responses"]
+    if prompts.is_nested:
+        lengths = [part.offsets().diff() for part in (prompts, responses)]
     else:
-        lengths = [
-            part.sum(1).tolist()
-            for part in data["attention_mask"].split([part.shape[1] for part in parts], dim=1)
-        ]
-    return list(zip(*lengths, strict=True))
+        masks = data["attention_mask"].split([prompts.shape[1], responses.shape[1]], dim=1)
+        lengths = [mask.sum(dim=1) for mask in masks]
+    return torch.stack(lengths, dim=1).tolist()
 
 
 def run_loss(
@@ -173,20 +168,19 @@ def run_loss(
 ) -> None:
     """The worker's loss and its backward on log-probabilities of the responses, packed as verl's engine gives them: those of
     prompt and response, each at the position before its token."""
-    rows = zip(log_probs, lengths_of(data), strict=True)
-    packed = nested(
-        [
-            torch.cat([torch.full((n - 1,), -1.0), of_T[:m], torch.full((1,), -1.0)])
-            for of_T, (n, m) in rows
-        ]
-    )
-    loss, _ = worker.loss_fn(model_output={"log_probs": packed.requires_grad_()}, data=data)
+    # Of 3 prompt and 2 response tokens, positions 2 and 3 predict the response; -1 stands at the others.
+    packed = []
+    for log_probs_T, (prompt, response) in zip(log_probs, lengths_of(data), strict=True):
+        packed.append(torch.full((prompt + response,), -1.0))
+        packed[-1][prompt - 1 : -1] = log_probs_T[:response]
+    outputs = {"log_probs": nested(packed).requires_grad_()}
+    loss, _ = worker.loss_fn(model_output=outputs, data=data)
     (loss * factor).backward()
 
 
-def loss_worker(config: Any) -> Any:
-    """verl's worker, as far as the reader of an update knows it."""
-    return SimpleNamespace(engine=None, loss_fn=lambda **arguments: ppo_loss(config, **arguments))
+def loss_worker(actor: Any, **engine: Any) -> Any:
+    """verl's worker with an actor's configuration, as far as the reader of an update knows it."""
+    return SimpleNamespace(engine=SimpleNamespace(**engine), loss_fn=partial(ppo_loss, actor))
 
 
 class Workers:
@@ -200,6 +194,7 @@ class Workers:
     """Of the losses in float16."""
     reads = True
     """Whether what the reader of an update needs comes with the responses."""
+    micro_batch = 2
 
     def __init__(self, store: Store, config: Any) -> None:
         self._dispatch_info = {"actor": [0]}
@@ -210,14 +205,16 @@ class Workers:
         self.updates: list[KVBatchMeta] = []
         self.forwards = 0
 
+    def log_probs(self, place: int, row: dict[str, Any]) -> torch.Tensor:
+        """What a forward finds of prompt and response, each at the position before its token."""
+        count = len(row["prompts"]) + len(row["responses"])
+        return torch.full((count,), -0.1 + self.drift * place * self.forwards)
+
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
         for place, key in enumerate(batch.keys):
             row = self.store.rows[key]
-            value = -0.1 + self.drift * place * self.forwards
-            value /= batch.extra_info["temperature"]
-            row["log_probs"] = row["entropy"] = torch.full(
-                (len(row["prompts"]) + len(row["responses"]),), value
-            )
+            row["log_probs"] = self.log_probs(place, row) / batch.extra_info["temperature"]
+            row["entropy"] = -row["log_probs"]
         self.forwards += 1
         return batch
 
@@ -233,57 +230,47 @@ class Workers:
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
         self.updates.append(batch)
-        names = [
-            "prompts",
-            "responses",
-            "response_mask",
-            "old_log_probs",
-            "advantages",
-            *[PLACES] * self.reads,
-        ]
+        names = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
+        names += [PLACES] * self.reads
         data = self.store.kv_batch_get(batch.keys, "train", names)
-        if LEAVE_OUT in batch.extra_info:
-            of_rows = zip(data["advantages"].unbind(), data["response_mask"].unbind(), strict=True)
-            trained = [row for row, (of_T, mask_T) in enumerate(of_rows) if (of_T * mask_T).any()]
-            data = tu.index_select_tensor_dict(data, trained)
+        # verl's engine counts the generated tokens, those of rejected responses included.
         tokens = int(sum(self.store.rows[key]["loss_mask"].sum() for key in batch.keys))
         tu.assign_non_tensor(data, **batch.extra_info, dp_size=1, batch_num_tokens=tokens)
         places = [int(self.store.rows[key].get(PLACES, [0])[0]) for key in batch.keys]
+        if LEAVE_OUT in batch.extra_info:
+            trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
+            data = tu.index_select_tensor_dict(data, torch.tensor(trained).nonzero().flatten())
+        worker = self.training_worker()
         for _ in range(batch.extra_info["epochs"]):
-            self.optimise(data, places, micro_batch=2)
-        return tu.get_tensordict(
-            {}, non_tensor_dict={"metrics": {"actor/mfu": [0.0], "loss": [0.5]}}
-        )
+            self.optimise(worker, data, places)
+        metrics = {"actor/mfu": [0.0], "loss": [0.5]}
+        return tu.get_tensordict({}, non_tensor_dict={"metrics": metrics})
 
-    def optimise(self, data: TensorDict, places: list[int], micro_batch: int) -> None:
+    def training_worker(self) -> Any:
+        self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = self.micro_batch
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        return loss_worker(actor, scaler=self.scaler, compute_entropy_from_logits=None)
+
+    def optimise(self, worker: Any, data: TensorDict, places: list[int]) -> None:
         """An optimiser step, watched where the batch asks for it."""
-        self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 2
-        worker = loss_worker(omega_conf_to_dataclass(self.config.actor_rollout_ref.actor))
-        worker.engine = SimpleNamespace(scaler=self.scaler)
+        watched = self.reader.optimiser_step(worker, data, places)
+        with watched if WATCHED in data else nullcontext():
+            self.step(worker, data)
 
-        def step() -> None:
-            scale = self.fault
-            if self.scaler is not None:
-                scale *= float(self.scaler.scale(torch.ones(())))
-            for rows in torch.arange(len(data)).split(micro_batch):
-                part = tu.index_select_tensor_dict(data, rows)
-                run_loss(
-                    worker,
-                    part,
-                    [of_T + self.moved for of_T in part["old_log_probs"].unbind()],
-                    scale,
-                )
-            if self.scaler is not None:
-                self.scaler.update(2 * self.scaler.get_scale())
-
-        if WATCHED not in data:
-            return step()
-        with self.reader.optimiser_step(worker, data, places):
-            step()
+    def step(self, worker: Any, data: TensorDict) -> None:
+        scale = self.fault if self.scaler is None else float(self.scaler.scale(torch.ones(())))
+        for rows in torch.arange(len(data)).split(self.micro_batch):
+            part = tu.index_select_tensor_dict(data, rows)
+            moved = [old_T + self.moved for old_T in part["old_log_probs"].unbind()]
+            run_loss(worker, part, moved, scale)
+        if self.scaler is not None:
+            # verl's optimiser step ends with another scale than the backward had.
+            self.scaler.update(2 * self.scaler.get_scale())
 
     def take_received(self, number: str) -> list[Any]:
         try:
             return [self.reader.take(number), None]
+        # The worker hands an error over instead of raising it.
         except Exception as error:
             return [error]
 
@@ -302,55 +289,47 @@ class Step:
         mode: str = "sync",
         cls: type | None = None,
     ) -> None:
-        dumped = (
-            f"{DUMP}.folder={folder}",
-            f"{DUMP}.responses=null",
-            "algorithm.norm_adv_by_std_in_grpo=false",
-        )
+        rows = plain_rows() if rows is None else rows
+        context = 1000
         options = [
-            "data.max_response_length=64",
             f"trainer.v1.trainer_mode={mode}",
+            "data.max_response_length=64",
             *ONE_MINI_BATCH,
         ]
-        config = verls_on_cpu(*options, *(dumped if folder else ()), *overrides)
+        if folder is not None:
+            options += [f"{DUMP}.folder={folder}", f"{DUMP}.responses=null"]
+            options.append("algorithm.norm_adv_by_std_in_grpo=false")
+            last = list(rows.values())[-1]
+            context = len(last["prompts"]) + len(last["responses"])
+        config = verls_on_cpu(*options, *overrides)
         weighs = config.algorithm.adv_estimator in methods()
-        method = method or Grail()
         cls = cls or get_trainer_cls(f"grail_{mode}" if weighs else mode)
+        # Constructors would start Ray and load the model: what the stages read is set one by one.
         self.trainer = trainer = cls.__new__(cls)
         trainer.config = config
         trainer.trainer_mode = mode
         trainer.tokenizer = char_tokenizer()
         trainer._end_tokens = {END_ID}
-        trainer._context_length = 1000
+        trainer._context_length = context
         trainer.timing_raw = {}
         trainer.distillation_config = None
         trainer.global_steps = 1
         trainer.local_trigger_step = 0
         trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         if weighs:
-            settings = trainer.settings = replace(Settings.parse(config), method=method)
-            trainer._answers = AnswerCheck(method, settings.answer, settings[MISSING], SECTION)
+            settings = replace(Settings.parse(config), method=method or Grail())
+            # A method may be an object that no option describes.
+            with patch.object(Settings, "parse", lambda _config: settings):
+                trainer._read_settings(config)
             if settings.dump is not None:
                 trainer._dump = UpdateDump(settings, trainer.tokenizer, updates=1)
-        self.store = Store()
+        self.store = Store(rows)
         self.metrics = {}
         self.workers = trainer.actor_rollout_wg = workers(self.store, config)
-        rows = plain_rows() if rows is None else rows
-        self.store.rows = {key: {"uid": key.split("_")[0], **row} for key, row in rows.items()}
-        if folder is not None:
-            last = list(rows.values())[-1]
-            trainer._context_length = len(last["prompts"]) + len(last["responses"])
-
-    def _batch(self, *padding: str) -> KVBatchMeta:
-        keys = list(self.store.rows)
-        self.store.tags = {key: {"is_padding": key in padding} for key in keys}
-        tags = list(self.store.tags.values())
-        return KVBatchMeta(partition_id="train", keys=keys, tags=tags, fields=["responses"])
 
     def run(self, *padding: str) -> dict[str, torch.Tensor]:
         """From the old log-probabilities, unless the responses have them, to the advantages, by key."""
-        batch = self._batch(*padding)
-        with self.store.installed():
+        with self.store.installed(padding) as batch:
             if not all("old_log_probs" in row for row in self.store.rows.values()):
                 batch = self.trainer._compute_old_log_prob(batch, {})
             batch = self.trainer._compute_advantage(batch, self.metrics)
@@ -359,8 +338,8 @@ class Step:
 
     def update(self, *padding: str) -> KVBatchMeta:
         """The update; its batch. What the weights have handed to it is gone then."""
-        with self.store.installed():
-            batch = self.trainer._update_actor(self._batch(*padding), self.metrics)
+        with self.store.installed(padding) as batch:
+            batch = self.trainer._update_actor(batch, self.metrics)
         assert batch.keys == list(self.store.rows) and not hasattr(self.trainer, "_weighed")
         assert WATCHED not in batch.extra_info and batch.fields == ["responses"]
         return batch
@@ -371,6 +350,12 @@ class Step:
         rows = list(dump)
         assert dump.problems == []
         return rows
+
+    def train(self) -> list[DumpRow]:
+        """Weights and update; what the token dump holds then."""
+        self.run()
+        self.update()
+        return self.written()
 
 
 def receipt_by(

@@ -21,10 +21,18 @@ from unittest.mock import patch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import response_from_nested
 
 from grail_advantage import Grail, Method, find_answer_span
 from grail_advantage.data import Row
 from grail_advantage.method import build
+from grail_advantage.verl_ext.engine_model import EngineModel
+from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, UPDATE, WATCHED
+from grail_advantage.verl_ext.own_forward import REUSE
+from grail_advantage.verl_ext.trainer import TokenWeightDetachActorWorker
 from tests import forked
 from tests.core.tiny_models import FAMILIES as KINDS_OF_MODEL
 from tests.core.tiny_models import (
@@ -40,7 +48,9 @@ from tests.verl_ext.engines import (
     REFERENCE,
     Setup,
     Sizes,
+    batch_of,
     build_engine,
+    local,
     own_pass,
     shards,
     training_worker,
@@ -56,25 +66,26 @@ Results = dict[str, dict[str, Any]]
 
 def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
     """Run a part of :data:`PARTS` once a rank, wait, and return each rank's results by kind and name of experiment."""
-    processes = []
-    for rank in range(world_size):
-        arguments = list(map(str, (part, rank, world_size, folder)))
-        log = folder / f"log{rank}.txt"
-        processes.append(forked.start("tests.verl_ext.ranks", *arguments, stdout=log))
+    logs = [folder / f"log-{part}-{rank}.txt" for rank in range(world_size)]
+    processes = [
+        forked.start(__name__, part, str(rank), str(world_size), str(folder), stdout=log)
+        for rank, log in enumerate(logs)
+    ]
     deadline = time.monotonic() + LONGEST
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    hang = any(process.is_alive() for process in processes)
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    # None of a rank that hangs.
+    codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    files = [folder / f"result{rank}.pt" for rank in range(world_size)]
-    if hang or not all(file.exists() for file in files):
-        logs = "\n".join(
-            f"{path.name}: ...{path.read_text()[-3000:]}"
-            for path in sorted(folder.glob("log*.txt"))
-        )
-        raise AssertionError(f"the ranks {'hang' if hang else 'failed'}\n{logs}")
+    texts = [f"{log.name}: ...{log.read_text()[-3000:]}" for log in logs]
+    assert all(code == 0 for code in codes), f"the ranks ended with {codes}\n" + "\n".join(texts)
+    files = [_result(folder, part, rank) for rank in range(world_size)]
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+
+
+def _result(folder: Path, part: str, rank: int) -> Path:
+    return folder / f"result-{part}-{rank}.pt"
 
 
 LONG = "One and one is two, and two is three, " * 4
@@ -96,8 +107,8 @@ BATCH = [
     Rollout("?", r"\boxed{1}", -0.5),
 ]
 """Twelve responses, which one to four ranks share; the longest is many times the shortest."""
-SHORT = [rollout for rollout in BATCH[:8] if not rollout.response.startswith("\\boxed{7}")]
-"""Responses with reasoning, whose tokens are so few that each can have a counterfactual."""
+SHORT = [rollout for rollout in BATCH[:7] if not rollout.response.startswith("\\boxed{7}")]
+"""Six responses with reasoning, whose tokens are so few that each can have a counterfactual."""
 GROUPS = (
     [
         *(ROLLOUTS[name] for name in ("right", "text after the box", "no box")),
@@ -108,8 +119,9 @@ GROUPS = (
         *(ROLLOUTS["empty box"],) * 2,
     ],
 )
-"""Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
+"""Whole groups of even and of odd ranks; the last response of the second fills it up, and has no group."""
 Pass = tuple[Method, float, Sizes]
+# Micro-batches of one response, of several, and by a budget of tokens.
 SALIENCY: dict[str, Pass] = {
     "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
     "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
@@ -117,6 +129,7 @@ SALIENCY: dict[str, Pass] = {
     "saliency, middle": (Grail("official", leaf="middle"), 1.3, Sizes(rows=3)),
     "saliency, last": (Grail("official", leaf="last"), 1.0, Sizes(budget=260)),
 }
+PORT = {"variant": "grail_port"}
 GRADIENT: dict[str, Pass] = {
     "oar_g": (build("oar_g"), 1.0, Sizes(rows=1)),
     "oar_g, joint": (
@@ -124,20 +137,11 @@ GRADIENT: dict[str, Pass] = {
         1.0,
         Sizes(rows=3),
     ),
-    "oar_g, port, last": (
-        build("oar_g", {"variant": "grail_port", "probe": "last"}),
-        1.0,
-        Sizes(budget=260),
-    ),
-    "oar_g, port, mean": (build("oar_g", {"variant": "grail_port"}), 1.0, Sizes(rows=3)),
+    "oar_g, port, last": (build("oar_g", {**PORT, "probe": "last"}), 1.0, Sizes(budget=260)),
 }
 PERTURBATION: dict[str, Pass] = {
     "oar_p": (build("oar_p"), 1.0, Sizes(rows=5)),
-    "oar_p, port, last": (
-        build("oar_p", {"probe": "last", "variant": "grail_port"}),
-        1.0,
-        Sizes(budget=400),
-    ),
+    "oar_p, port, last": (build("oar_p", {**PORT, "probe": "last"}), 1.0, Sizes(budget=400)),
     "oar_p, few, joint": (
         build("oar_p", {"probe": "answer_joint", "max_perturbations": 7}),
         1.0,
@@ -145,64 +149,60 @@ PERTURBATION: dict[str, Pass] = {
     ),
 }
 INFERENCE: dict[str, Pass] = {
-    "rlsd": (build("rlsd"), 0.7, Sizes(rows=1)),
+    "rlsd": (build("rlsd"), 0.7, Sizes(budget=100)),
     "shear": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
-    "rlsd, budget": (build("rlsd"), 0.7, Sizes(budget=100)),
-    "shear, budget": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
 }
 OWN = {**SALIENCY, **GRADIENT, **PERTURBATION, **INFERENCE}
 """Passes: method, temperature, micro-batches."""
+ORIGINAL = {"use_orig_params": True}
 SETUPS = {
-    "fsdp, tied, no checkpointing": Setup(
-        model="llama-tied", strategy="fsdp", checkpointing=False, turn=1
-    ),
+    "fsdp2, lora": Setup(model="qwen3-tied", adapter="adapter"),
+    "fsdp, tied, no checkpointing": Setup(model="llama-tied", strategy="fsdp", checkpointing=False),
     "fsdp2, packed": Setup(packed=True),
     "fsdp, parameters offloaded": Setup(
-        strategy="fsdp", options={"param_offload": True, "optimizer_offload": True}, turn=3
+        strategy="fsdp", options={"param_offload": True, "optimizer_offload": True}
     ),
-    "fsdp2, activations offloaded": Setup(activation_offload=True, turn=5),
-    "fsdp2, lora": Setup(model="qwen3-tied", adapter="adapter", turn=7),
-    "fsdp, lora on the head": Setup(strategy="fsdp", adapter="adapter-head", turn=8),
-    "fsdp2, lora on the tied head": Setup(model="qwen3-tied", adapter="adapter-tied-head", turn=9),
-    "fsdp, lora on the embeddings": Setup(
-        strategy="fsdp", adapter="adapter-embeddings", options={"use_orig_params": True}, turn=10
-    ),
-    "fsdp, lora beside whole embeddings and head": Setup(
-        strategy="fsdp", adapter="adapter-saved", options={"use_orig_params": True}, turn=11
-    ),
-    "fsdp2, tied, 2 a sequence": Setup(
-        model="llama-tied", sequence_parallel=2, packed=True, attention=REFERENCE, turn=12
-    ),
-    "fsdp2, parameters offloaded by FSDP2": Setup(options={"offload_policy": True}, turn=13),
+    "fsdp2, parameters offloaded by FSDP2": Setup(options={"offload_policy": True}),
+    "fsdp2, activations offloaded": Setup(activation_offload=True),
     "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
         strategy="fsdp",
         ranks=4,
         sequence_parallel=4,
         options={"pad_to_length": True, "pad_to_length_bucket": 64},
-        turn=16,
         packed=True,
         attention=REFERENCE,
     ),
-    "fsdp, fused kernels": Setup(strategy="fsdp", kernels="torch", turn=6),
+    "fsdp2, tied, 2 a sequence": Setup(
+        model="llama-tied", sequence_parallel=2, packed=True, attention=REFERENCE
+    ),
+    "fsdp, lora on the head": Setup(strategy="fsdp", adapter="adapter-head"),
+    "fsdp2, lora on the tied head": Setup(model="qwen3-tied", adapter="adapter-tied-head"),
+    "fsdp, lora on the embeddings": Setup(
+        strategy="fsdp", adapter="adapter-embeddings", options=ORIGINAL
+    ),
+    "fsdp, lora beside whole embeddings and head": Setup(
+        strategy="fsdp", adapter="adapter-saved", options=ORIGINAL
+    ),
+    # The last, as verl's fused kernels replace the forward of a model's class.
+    "fsdp, fused kernels": Setup(strategy="fsdp", kernels="torch"),
 }
 PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
-ALL_PASSES = ("fsdp2, packed",)
-"""Set-ups that run every pass; the others run one of each kind, in turn."""
 
 
-def passes_of(setup: str) -> list[str]:
-    """The passes of their own that a set-up runs."""
-    how = SETUPS[setup]
-    turn = how.turn
-    kinds = [SALIENCY]
-    if how.sequence_parallel == 1:
-        kinds += [INFERENCE] if how.kernels else [GRADIENT, PERTURBATION, INFERENCE]
-    if setup in ALL_PASSES:
-        return [name for kind in kinds for name in kind]
-    # Fused kernels give log-probabilities, which of the two only RLSD asks for.
-    return [
-        list(kind)[(0 if how.kernels and kind is INFERENCE else turn) % len(kind)] for kind in kinds
-    ]
+def passes_of(name: str) -> list[str]:
+    """The passes of a set-up: one of each kind that it can run, in turn; packed responses have every pass. The last one
+    leaves gradients behind, if any does."""
+    if name == "fsdp2, packed":
+        return [*INFERENCE, *PERTURBATION, *GRADIENT, *SALIENCY]
+    setup = SETUPS[name]
+    kinds = [list(kind) for kind in (INFERENCE, PERTURBATION, GRADIENT, SALIENCY)]
+    if setup.sequence_parallel > 1:
+        kinds = [list(SALIENCY)]
+    if setup.kernels:
+        # Fused kernels give log-probabilities, which among passes without gradients RLSD alone asks for.
+        kinds = [["rlsd"], list(SALIENCY)]
+    turn = list(SETUPS).index(name)
+    return [names[turn % len(names)] for names in kinds]
 
 
 def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
@@ -214,21 +214,18 @@ def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0
     return Row(tokens, len(prompt), len(response), answer, rollout.advantage, group, place)
 
 
-def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Row]]:
-    """The share of a data-parallel rank for a pass: rollouts, and prepared responses."""
+def pass_rows(name: str, rank: int, size: int) -> list[Row]:
+    """The share of a data-parallel rank for a pass, prepared."""
     signal = OWN[name][0]
-    inference = name in INFERENCE
-    rollouts = (
-        list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
-    )
-    if not inference and name not in SALIENCY and len(rollouts) < -(-len(SHORT) // size):
-        rollouts.append(SHORT[4])  # fills up, as the trainer does
-    rows = []
-    for place, rollout in enumerate(rollouts):
-        group = -1 if inference and (rank % 2, place) == (1, 3) else rank
-        row = row_of(rollout, place, signal.span, group)
-        rows.append(row if inference else signal.prepare(row, char_tokenizer()))
-    return rollouts, rows
+    if name in INFERENCE:
+        # Responses of a group meet on a rank; a copy that fills up belongs to none.
+        odd = rank % 2
+        groups = [rank, rank, rank, -1 if odd else rank]
+        pairs = enumerate(zip(GROUPS[odd], groups, strict=True))
+        return [row_of(rollout, place, signal.span, group) for place, (rollout, group) in pairs]
+    share = (BATCH if name in SALIENCY else SHORT)[rank::size]
+    rows = [row_of(rollout, place, signal.span, rank) for place, rollout in enumerate(share)]
+    return [signal.prepare(row, char_tokenizer()) for row in rows]
 
 
 _PEOPLE_TRAIN = (
@@ -236,24 +233,24 @@ _PEOPLE_TRAIN = (
 )
 ARCHITECTURES = {name: KINDS_OF_MODEL.get(name, Family(name)) for name in _PEOPLE_TRAIN.split()}
 FAMILIES = {
-    f"{name}, {layout}": Setup(
-        f"of {name}", ranks=1, packed=layout == "packed", attention=family.attention
-    )
+    f"{name}, {layout}": Setup(name, ranks=1, packed=layout == "packed", attention=family.attention)
     for name, family in ARCHITECTURES.items()
     for layout in ("packed", "padded")
 }
 
 
+# With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen.
+DROPOUT = {"attention_dropout": 0.5}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {"attention_dropout": 0.5},
-    "qwen3-tied": {"tied": True, "attention_dropout": 0.5},
-    "llama-tied": {"family": "llama", "tied": True, "attention_dropout": 0.5},
+    "qwen3": DROPOUT,
+    "qwen3-tied": {"tied": True, **DROPOUT},
+    "llama-tied": {"family": "llama", "tied": True, **DROPOUT},
 }
-"""With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen."""
+ON_HEAD = {"target_modules": ["q_proj", "down_proj", "lm_head"]}
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adapter": ("qwen3-tied", {"target_modules": "all-linear"}),
-    "adapter-head": ("qwen3", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
-    "adapter-tied-head": ("qwen3-tied", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-head": ("qwen3", ON_HEAD),
+    "adapter-tied-head": ("qwen3-tied", ON_HEAD),
     "adapter-embeddings": ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
     "adapter-saved": (
         "qwen3",
@@ -265,16 +262,16 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     """Write the models that the ranks load, and return them."""
-    models = {name: tiny_model(**options) for name, options in MODELS.items()}
-    models |= {f"of {name}": family.build().eval() for name, family in ARCHITECTURES.items()}
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
+    models: dict[str, PreTrainedModel] = {}
+    for name, options in MODELS.items():
+        models[name] = tiny_model(**options)
+        models[name].save_pretrained(folder / name)
     for name, (base, options) in ADAPTERS.items():
         torch.manual_seed(0)
         config = LoraConfig(task_type="CAUSAL_LM", r=4, **options)
         adapted = get_peft_model(tiny_model(**MODELS[base]), config)
         for path, parameter in adapted.named_parameters():
-            # Zeros when new, which would leave the model as it was
+            # They are zeros when new, which would leave the model as it was.
             if "lora_B" in path or "lora_embedding_A" in path:
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(folder / name)
@@ -282,8 +279,8 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     return models
 
 
-LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
 TOKEN_MEAN = "token-mean"
+LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
 AGGREGATIONS = (
     TOKEN_MEAN,
     "token-sum",
@@ -291,7 +288,6 @@ AGGREGATIONS = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
-EPOCHS = 2
 SCALE = 24
 TEMPERATURE = 0.8
 PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
@@ -315,83 +311,65 @@ UPDATES = {
 """Each with its losses and aggregations."""
 
 
-def modes_of(update: tuple[str, str]) -> list[str]:
+def epochs_of(loss: tuple[str, str]) -> int:
+    """Two in the plain update; what a further epoch is does not depend on the loss."""
+    return 2 if loss == PLAIN_UPDATE else 1
+
+
+def modes_of(loss: tuple[str, str]) -> list[str]:
     """How an update runs: as verl's, with its tokens' gradients watched, and without zero-advantage responses."""
-    return ["verl", "watched", "skipped"] + ["skipped, watched"] * (update == PLAIN_UPDATE)
+    if loss == PLAIN_UPDATE:
+        return ["verl", "watched", "skipped", "skipped, watched"]
+    return ["verl", "skipped, watched"]
+
+
+def response(prompt_P: torch.Tensor, response_T: torch.Tensor, **columns: Any) -> dict[str, Any]:
+    """A response with the fields of verl's update; those of the loss are 1 where ``columns`` has none."""
+    tokens = torch.cat([prompt_P, response_T])
+    row = {"prompts": prompt_P, "responses": response_T, "input_ids": tokens}
+    row["position_ids"] = torch.arange(len(tokens))
+    row["response_mask"] = columns.pop("mask", torch.ones_like(response_T))
+    row["loss_mask"] = row["response_mask"]
+    row |= dict.fromkeys(("advantages", "old_log_probs"), torch.ones(len(response_T)))
+    return {**row, **columns}
 
 
 def update(
-    worker: Any, rows: list[dict[str, Any]], mini_batch: int, mode: str = "", **loss: Any
+    worker: Any, rows: list[dict[str, Any]], size: int, mode: str = "", epochs: int = 1, **loss: Any
 ) -> dict[str, Any]:
-    """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names what
-    else is asked for. A response has ``prompt``, ``response``, ``mask``, and a value a token for the loss."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
-    from verl.workers.utils.losses import ppo_loss
-
-    from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, WATCHED, nested
-    from grail_advantage.verl_ext.own_forward import REUSE
-
-    tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
-    names = {
-        "prompts": "prompt",
-        "responses": "response",
-        "rollout_is_weights": "weights",
-        "loss_mask": "mask",
-    }
-    names |= {name: name for name in ("advantages", "old_log_probs")}
-    columns = {
-        name: [row[column] for row in rows] for name, column in names.items() if column in rows[0]
-    }
-    columns["input_ids"] = tokens
-    columns["position_ids"] = [torch.arange(len(row)) for row in tokens]
-    columns["response_mask"] = columns["loss_mask"]
-    if "reused" in mode:
-        columns.pop("old_log_probs", None)
-    written = torch.tensor([[row.get("place", 0), row.get("written", -1)] for row in rows])
-    settings = {
-        "temperature": TEMPERATURE,
-        "calculate_entropy": False,
-        "compute_loss": False,
-        "seed": 0,
-    }
-    settings["global_batch_size"] = mini_batch
-    settings["mini_batch_size"] = mini_batch
-    settings["epochs"] = loss.pop("epochs", 1)
-    settings |= {LEAVE_OUT: True} if "skipped" in mode else {}
-    settings |= {WATCHED: "1.0"} if "watched" in mode else {}
-    settings |= {REUSE: True} if "reused" in mode else {}
+    """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names
+    what else is asked for."""
+    settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "seed": 0, "epochs": epochs}
+    settings |= dict.fromkeys(("global_batch_size", "mini_batch_size"), size)
     settings["dataloader_kwargs"] = {"shuffle": False}
-    fields = {name: nested(values) for name, values in columns.items()} | {PLACES: written}
+    if "skipped" in mode:
+        settings[LEAVE_OUT] = True
+    if "watched" in mode:
+        settings[WATCHED] = "1.0"
+    without = []
+    if "reused" in mode:
+        settings[REUSE] = True
+        # They come from the update's own forward.
+        without = ["old_log_probs"]
+    policy_loss = PolicyLossConfig(loss_mode=loss.pop("policy_loss"))
     options = {"loss_scale_factor": SCALE, "rollout_n": 2, "use_dynamic_bsz": True, **loss}
-    actor = FSDPActorConfig(
-        strategy="fsdp2",
-        **options | {"policy_loss": PolicyLossConfig(loss_mode=loss["policy_loss"])},
-    )
+    actor = FSDPActorConfig(strategy="fsdp2", policy_loss=policy_loss, **options)
     worker.loss_fn = loss_fn = partial(ppo_loss, actor)
     positions = []
     gradients = []
     engine = worker.engine
-    embeddings = engine.module.get_input_embeddings()
-    handle = embeddings.register_forward_hook(
+    handle = engine.module.get_input_embeddings().register_forward_hook(
         lambda _module, args, _output: positions.append(args[0].numel())
     )
 
     def step() -> Any:
-        of_step = []
-        for parameter in engine.module.parameters():
-            if parameter.requires_grad:
-                gradient = parameter.grad
-                if gradient is None:  # of a parameter that is on another rank as a whole
-                    gradient = torch.zeros(0)
-                of_step.append(
-                    (gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone()
-                )
-        gradients.append(of_step)
+        # A parameter that another rank holds as a whole has no gradient here.
+        held = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        gradients.append([local(gradient).clone() for gradient in held])
         return type(engine).optimizer_step(engine)
 
     with patch.object(engine, "optimizer_step", step):
-        output = worker.train_mini_batch(tu.get_tensordict(fields, non_tensor_dict=settings))
+        output = worker.train_mini_batch(batch_of(rows, without, **settings))
     handle.remove()
     assert worker.loss_fn is loss_fn
     steps = worker.update_reader.take("1.0") if "watched" in mode else None
@@ -399,6 +377,7 @@ def update(
     return {
         "gradients": gradients,
         "positions": sum(positions),
+        # Of ranks with the same responses one gives them out, as in the worker.
         "steps": steps if engine.is_mp_src_rank_with_outputs() else None,
         "metrics": {name: list(map(float, values)) for name, values in metrics.items()},
         "own_forward": worker.own_forward.columns,
@@ -406,26 +385,17 @@ def update(
 
 
 def verls_forward(worker: Any, rows: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
-    """Old log-probabilities and entropies of responses as verl's trainer gets them, by a forward of their own. Of ranks with
-    the same responses verl gives them to the first, which sends them here to the others."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import response_from_nested
-
-    from grail_advantage.verl_ext.exchange import nested
-
-    tokens = [torch.cat([row["prompt"], row["response"]]) for row in rows]
-    columns = {"input_ids": tokens, "position_ids": [torch.arange(len(row)) for row in tokens]}
-    names = {"prompts": "prompt", "responses": "response", "loss_mask": "mask"}
-    columns |= {name: [row[column] for row in rows] for name, column in names.items()}
+    """Old log-probabilities and entropies of responses as verl's trainer gets them, by a forward of their own."""
     settings = {"temperature": TEMPERATURE, "calculate_entropy": True, "compute_loss": False}
-    fields = {name: nested(values) for name, values in columns.items()}
-    output = worker.infer_batch(tu.get_tensordict(fields, non_tensor_dict=settings))
+    batch = batch_of(rows, **settings)
+    output = worker.infer_batch(batch)
     columns = {}
     if output is not None:
-        mask = nested([row["mask"] for row in rows])
         for name, column in (("old_log_probs", "log_probs"), ("entropy", "entropy")):
-            columns[name] = list(response_from_nested(output[column], mask).unbind())
+            values = response_from_nested(output[column], batch["loss_mask"])
+            columns[name] = list(values.unbind())
     if worker.engine.get_data_parallel_size() == 1:
+        # Of ranks with the same responses verl gives them to the first, which sends them to the others here.
         torch.distributed.broadcast_object_list(message := [columns], src=0)
         return message[0]
     return columns
@@ -441,56 +411,43 @@ class Rank:
 
     def _own(self, engine: Any, name: str, setup: Setup) -> dict[str, list[torch.Tensor]]:
         signal, temperature, sizes = OWN[name]
-        _, rows = pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
+        rows = pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
         return own_pass(engine, rows, signal, sizes, temperature=temperature, pad_token=PAD_ID)
 
     def _step(self, engine: Any, setup: Setup) -> float | None:
         """An optimiser step in two micro-batches. Its gradient norm, where verl gives it out."""
-        rows = [
-            {
-                "prompt": row.tokens[: row.start],
-                "response": row.tokens[row.start :],
-                "mask": torch.ones(row.length).long(),
-            }
-            | dict.fromkeys(("advantages", "old_log_probs"), torch.ones(row.length))
-            for row in map(
-                row_of, BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel]
-            )
-        ]
+        share = BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel]
+        texts = [(encode(rollout.prompt), encode(rollout.response)) for rollout in share]
+        rows = [response(*map(torch.tensor, ids)) for ids in texts]
         Sizes(rows=len(rows) // 2).set(engine)
         done = update(training_worker(engine), rows, len(BATCH), policy_loss="gpg")
         return done["metrics"].get("grad_norm", [None])[0]
 
     def passes(self, name: str) -> dict[str, Any]:
-        """All passes on one engine, with an optimiser step after them and one between two; the same steps of a fresh one."""
+        """Two optimiser steps of an engine, and of another one with all passes before them and one between them."""
+        return {"alone": self._steps(name, []), "after passes": self._steps(name, passes_of(name))}
+
+    def _steps(self, name: str, passes: list[str]) -> dict[str, Any]:
+        # A fresh engine has the same weights: two of them differ by their passes alone.
         setup = SETUPS[name]
-        results: dict[str, Any] = {"own": {}, "merged": []}
-        steps = []
-        for after_passes in (False, True):
-            engine = build_engine(setup, self.folder)
-            if after_passes:
-                results["own"] = {
-                    scores_by: self._own(engine, scores_by, setup) for scores_by in passes_of(name)
-                }
-                results["grad_enabled"] = torch.is_grad_enabled()
-                # The last one before a step is one with gradients
-                self._own(engine, "saliency, robust", setup)
-            if setup.adapter:
-                weights, _ = engine.get_per_tensor_param()
-                results["merged"].append({weight: value.clone() for weight, value in weights})
-            norms = [self._step(engine, setup)]
-            if after_passes:
-                self._own(engine, passes_of(name)[0], setup)
-            norms.append(self._step(engine, setup))
-            steps.append({"norms": norms, "final": shards(engine)})
-        results["alone"], results["after passes"] = steps
-        return results
+        engine = build_engine(setup, self.folder)
+        values = {pass_name: self._own(engine, pass_name, setup) for pass_name in passes}
+        merged = {}
+        if setup.adapter:
+            # What verl sends to the rollout: the model with its adapter merged.
+            weights, _ = engine.get_per_tensor_param()
+            merged = {weight: value.clone() for weight, value in weights}
+        norms = [self._step(engine, setup)]
+        # Between the two steps, which begin with the optimiser's state of the first.
+        for pass_name in passes[-1:]:
+            self._own(engine, pass_name, setup)
+        norms.append(self._step(engine, setup))
+        final = shards(engine)
+        enabled = torch.is_grad_enabled()
+        return {"own": values, "merged": merged, "norms": norms, "final": final, "enabled": enabled}
 
     def family(self, setup: Setup) -> tuple[bool, dict[str, Any]]:
         """Whether a kind of model's responses are alone in an update, and its passes, none where they are refused."""
-        from grail_advantage.verl_ext.engine_model import EngineModel
-        from grail_advantage.verl_ext.exchange import UPDATE
-
         engine = build_engine(setup, self.folder)
         passes: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
@@ -503,7 +460,7 @@ class Rank:
         """Blocks in memory during each backward of passes by activation, and of training, and at their end."""
         engine = build_engine(setup, self.folder)
         blocks = {}
-        _, rows = pass_rows("saliency", self.rank, self.world_size)
+        rows = pass_rows("saliency", self.rank, self.world_size)
         for leaf in ("embeddings", "middle"):
             with whole_blocks(engine) as blocks[leaf]:
                 own_pass(engine, rows, Grail(leaf=leaf), Sizes(rows=6))
@@ -515,165 +472,137 @@ class Rank:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
         engine = build_engine(setup, self.folder)
         workers = AllRows(engine, setup.strategy)
-        results: dict[str, Any] = {"back": []}
-        rows = {
-            key: {**row, "old_log_probs": row["rollout_log_probs"]}
-            for key, row in plain_rows().items()
-        }
+        rows = plain_rows()
+        for row in rows.values():
+            row["old_log_probs"] = row["rollout_log_probs"]
 
-        def advantages(*overrides: str, update: int) -> torch.Tensor:
+        def advantages(update: int, *overrides: str) -> torch.Tensor:
             Sizes(rows=3).set(engine)
             step = Step(*overrides, rows=rows, mode="separate_async", workers=lambda *_: workers)
             step.trainer.local_trigger_step = update
-            workers.calls.clear()
-            result = step.run()
-            results["back"].append(
-                update == 0 or all(map(torch.equal, results["moved"], shards(engine)))
-            )
-            return torch.cat(list(result.values()))
+            return torch.cat(list(step.run().values()))
 
-        results["first"] = advantages(update=0)
-        workers.save_model_to_cpu(0)  # as verl's trainer at the first update
+        # The responses' log-probabilities stay, so that only a pass can tell the policies apart.
+        results: dict[str, Any] = {"first": advantages(0)}
+        # As verl's trainer at the first update.
+        workers.save_model_to_cpu(0)
         for _ in range(2):
             self._step(engine, setup)
-        results["moved"] = shards(engine)
-        results["decoupled"] = advantages(update=1)
-        results["bypass"] = advantages("algorithm.rollout_correction.bypass_mode=True", update=1)
-        results["calls with bypass"] = list(workers.calls)
+        policies = [shards(engine)]
+        results["decoupled"] = advantages(1)
+        policies.append(shards(engine))
+        results["bypass"] = advantages(1, "algorithm.rollout_correction.bypass_mode=True")
+        policies.append(shards(engine))
         workers.compute_token_scores = lambda *_: 1 / 0
         with contextlib.suppress(ZeroDivisionError):
-            advantages(update=1)
-        results["back"].append(all(map(torch.equal, results["moved"], shards(engine))))
-        results["kept policies"] = sorted(workers._worker.cpu_saved_models)
-        return results
+            advantages(1)
+        policies.append(shards(engine))
+        return {**results, "policies": policies, "kept": list(workers.cpu_saved_models)}
 
     def updates(self, name: str) -> dict[Any, Any]:
-        """The same update of ``plan.pt`` from the same weights, by loss, aggregation and mode."""
-        updates = Updates(self, name)
-        results = {}
-        for of_loss in UPDATES[name][2]:
-            for mode in modes_of(of_loss):
-                results[(*of_loss, mode)] = updates.run(
-                    updates.rows, updates.mini_batch, of_loss, mode, EPOCHS
-                )
-        return results
+        """The same update from the same weights, by loss, aggregation and mode."""
+        updates = Updates(self, name, mini_batches=3)
+        return {
+            (*loss, mode): updates.run(loss, mode, epochs_of(loss))
+            for loss in UPDATES[name][2]
+            for mode in modes_of(loss)
+        }
 
     def own_forward(self, name: str) -> dict[Any, Any]:
-        """The update of ``plan.pt`` as one mini-batch, by epochs and mode: with old log-probabilities of verl's forward, and
-        with those of the update's own."""
-        updates = Updates(self, name, together=True)
+        """The update as one mini-batch, by epochs and mode: with old log-probabilities of verl's forward, and with those of
+        the update's own."""
+        updates = Updates(self, name, mini_batches=1)
         columns = verls_forward(training_worker(updates.engine), updates.rows)
-        rows = [
-            row | {"old_log_probs": of_T}
-            for row, of_T in zip(updates.rows, columns["old_log_probs"], strict=True)
-        ]
-        places = {row["place"]: index for index, row in enumerate(rows)}
-        results: dict[Any, Any] = {"expected": places, "columns": columns}
-        for epochs in (1, 3):
+        for row, old_T in zip(updates.rows, columns["old_log_probs"], strict=True):
+            row["old_log_probs"] = old_T
+        results: dict[Any, Any] = {"columns": columns}
+        results["places"] = [int(row[PLACES][0]) for row in updates.rows]
+        for epochs in (1, 2):
             for mode in ("verl", "reused", "reused, skipped, watched"):
-                results[epochs, mode] = updates.run(
-                    rows, updates.mini_batch, PLAIN_UPDATE, mode, epochs
-                )
+                results[epochs, mode] = updates.run(PLAIN_UPDATE, mode, epochs)
         return results
 
 
 class Updates:
-    """Updates of ``plan.pt`` on one rank, each from the same weights; as one mini-batch where its are run ``together``."""
+    """Updates of the responses in ``rows.pt`` on one rank, each from the same weights, in so many mini-batches."""
 
-    def __init__(self, rank: Rank, name: str, together: bool = False) -> None:
+    def __init__(self, rank: Rank, name: str, mini_batches: int) -> None:
         setup, sizes, _ = UPDATES[name]
-        mini_batches = torch.load(rank.folder / "plan.pt", weights_only=False)
-        if together:
-            mini_batches = [[row for mini_batch in mini_batches for row in mini_batch]]
-        self.mini_batch = len(mini_batches[0])
-        share = self.mini_batch * setup.sequence_parallel // rank.world_size
+        rows = torch.load(rank.folder / "rows.pt", weights_only=False)
+        self._size = len(rows) // mini_batches
+        # Of mini-batches of 8 on two ranks, rank 1 has responses 4 to 7, 12 to 15, ...
+        share = self._size * setup.sequence_parallel // rank.world_size
         start = rank.rank // setup.sequence_parallel * share
-        self.rows = [
-            row for mini_batch in mini_batches for row in mini_batch[start : start + share]
-        ]
+        firsts = range(start, len(rows), self._size)
+        self.rows = [row for first in firsts for row in rows[first : first + share]]
         self.engine = build_engine(setup, rank.folder)
         sizes.set(self.engine)
         for group in self.engine.optimizer.param_groups:
-            group["eps"] = 1e-3  # with a smaller one Adam makes a step of any rounding
+            # With a smaller one Adam makes a step of any rounding.
+            group["eps"] = 1e-3
             group["weight_decay"] = 0.1
-        trained = [
-            parameter for parameter in self.engine.module.parameters() if parameter.requires_grad
-        ]
-        self._parameters = [p.to_local() if hasattr(p, "to_local") else p.data for p in trained]
-        self._first = [parameter.detach().clone() for parameter in self._parameters]
+        parameters = self.engine.module.parameters()
+        self._parameters = [local(p).detach() for p in parameters if p.requires_grad]
+        self._first = [parameter.clone() for parameter in self._parameters]
 
-    def run(
-        self, rows: list[dict[str, Any]], size: int, loss: tuple[str, str], mode: str, epochs: int
-    ) -> dict:
+    def run(self, loss: tuple[str, str], mode: str, epochs: int) -> dict[str, Any]:
         """Run one, and say what it did, with the parameters after it."""
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, self._first, strict=True):
-                parameter.copy_(value)
+        for parameter, value in zip(self._parameters, self._first, strict=True):
+            parameter.copy_(value)
+        # Adam forgets its moments, too.
         self.engine.optimizer.state.clear()
-        options = {"policy_loss": loss[0], "loss_agg_mode": loss[1], "epochs": epochs}
-        result = update(training_worker(self.engine), rows, size, mode, **options)
-        return result | {
-            "parameters": [parameter.detach().clone() for parameter in self._parameters]
-        }
+        options = dict(zip(("policy_loss", "loss_agg_mode"), loss, strict=True))
+        worker = training_worker(self.engine)
+        result = update(worker, self.rows, self._size, mode, epochs, **options)
+        result["parameters"] = [parameter.clone() for parameter in self._parameters]
+        return result
 
 
-class AllRows:
-    """A worker group whose every rank has all responses."""
+class AllRows(TokenWeightDetachActorWorker):
+    """A rank's worker as a worker group whose every rank has all responses, without verl's set-up of a process."""
 
     def __init__(self, engine: Any, strategy: str) -> None:
-        from grail_advantage.verl_ext.trainer import TokenWeightDetachActorWorker
-
         self._dispatch_info = {"actor": [0]}
-        self._worker = TokenWeightDetachActorWorker.__new__(TokenWeightDetachActorWorker)
-        self._worker._strategy_handlers = None
-        self._worker.config = SimpleNamespace(actor=SimpleNamespace(strategy=strategy))
-        self._worker.actor = SimpleNamespace(engine=engine)
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            self.calls.append(name)
-            return getattr(self._worker, name)(*arguments)
-
-        return call
+        self._strategy_handlers = None
+        self.config = SimpleNamespace(actor=SimpleNamespace(strategy=strategy))
+        self.actor = SimpleNamespace(engine=engine)
 
 
+def _setups(ranks: int) -> dict[str, str]:
+    return {name: name for name, setup in SETUPS.items() if setup.ranks == ranks}
+
+
+EVERY_UPDATE = {name: name for name in UPDATES}
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
-    "updates": {kind: {name: name for name in UPDATES} for kind in ("updates", "own_forward")},
-    "own": {"own_forward": {name: name for name in UPDATES}},
-    "1": {"family": FAMILIES},
-    "2": {
-        "held": {"fsdp2": PLAIN["fsdp2"]},
-        "later_update": PLAIN,
-        # The last has verl's fused kernels, which replace the forward of a model's class.
-        "passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 2},
-    },
-    "4": {"passes": {name: name for name, setup in SETUPS.items() if setup.ranks == 4}},
+    "updates": {"updates": EVERY_UPDATE, "own_forward": EVERY_UPDATE},
+    "families": {"family": FAMILIES},
+    "2": {"held": {"fsdp2": PLAIN["fsdp2"]}, "later_update": PLAIN, "passes": _setups(2)},
+    "4": {"passes": _setups(4)},
 }
 """Experiments by kind, a method of :class:`Rank`, and name, each with the method's argument."""
 
 
-def main(name: str, rank: int, world_size: int, folder: Path) -> None:
-    """Run a rank's experiments and save their results as ``result<rank>.pt`` in the folder."""
-    import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
-
+def main(part: str, rank: int, world_size: int, folder: Path) -> None:
+    """Run a rank's experiments and save their results in the folder."""
+    # Threads that wait for cores of other ranks cost more than they compute.
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "cpu:gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{folder}/store-{part}",
         rank=rank,
         world_size=world_size,
         timeout=TIMEOUT,
     )
     experiments = Rank(rank, world_size, folder)
-    results = {}
-    for kind, setups in PARTS[name].items():
+    results: Results = {}
+    for kind, setups in PARTS[part].items():
         results[kind] = {}
-        for case, setup in setups.items():
-            print(f"{kind}: {case}, after {time.process_time():.1f} CPU seconds", flush=True)
-            results[kind][case] = getattr(experiments, kind)(setup)
+        for name, setup in setups.items():
+            print(f"{kind}: {name}, after {time.process_time():.1f} CPU seconds", flush=True)
+            results[kind][name] = getattr(experiments, kind)(setup)
             gc.collect()
-    torch.save(results, folder / f"result{rank}.pt")
+    torch.save(results, _result(folder, part, rank))
+    # A rank that is done waits for the others, whose collectives it may serve.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -17,14 +17,12 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
 from grail_advantage import Rollouts
 from grail_advantage.data import runs
-from grail_advantage.method import build
 from grail_advantage.methods.turn_rewards import UncertainError, rewards_by_turn
 from grail_advantage.verl_ext.entry import check_config
 from grail_advantage.verl_ext.tool_agent import TurnToolAgent
 from tests.composed import VERL, compose
 from tests.documentation import ROOT
 from tests.recipe.test_agent import BOX, FIRST, SECOND, run_loop
-from tests.verl_ext.one_step import Step, row_of
 from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.shipped import build_agent_tokenizer
 
@@ -50,50 +48,30 @@ def test_the_calls_of_each_turn(
 ) -> None:
     output = output_of(texts, loop_class=TurnToolAgent, calls=2)
     stock = output_of(texts, calls=2)
-    rewards = output.extra_fields.pop("call_rewards")
-    assert rewards == expected
-    assert (output.response_ids, output.response_mask) == (stock.response_ids, stock.response_mask)
-    assert output.extra_fields == stock.extra_fields and stock.extra_fields["tool_rewards"] == list(
-        chain(*expected)
-    )
+    listed = stock.extra_fields["tool_rewards"]
     turns = len(runs(output.response_mask))
+    rewards = output.extra_fields.pop("call_rewards")
+    assert rewards == expected and listed == list(chain(*expected))
+    for name in ("response_ids", "response_mask", "extra_fields"):
+        assert getattr(output, name) == getattr(stock, name)
     assert turns == len(texts) and rewards_by_turn([rewards], [turns], "calls").tolist() == by_turn
-    if any(len(of_turn) > 1 for of_turn in expected):
+    if any(len(calls) > 1 for calls in expected):
         with pytest.raises(UncertainError, match="which turn each belongs to"):
-            rewards_by_turn([stock.extra_fields["tool_rewards"]], [turns], "calls")
+            rewards_by_turn([listed], [turns], "calls")
 
 
 @pytest.mark.parametrize("loop_class", [ToolAgentLoop, TurnToolAgent])
 def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class: type[ToolAgentLoop]) -> None:
-    """In verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two rewards. The
-    other responses have one turn, so the second one has no sibling there."""
+    """Also in verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two
+    rewards."""
     complete = output_of([FIRST, SECOND, BOX])
+    # Up to the first token of the second answer.
     length = runs(complete.response_mask)[1][1] + 1
     output = output_of([FIRST, SECOND], length=length, loop_class=loop_class)
-    assert (
-        output.extra_fields["tool_rewards"] == [1.0, 1.0] and len(runs(output.response_mask)) == 2
-    )
-    assert (
-        len(output.response_mask) < length
-        and output.response_mask == complete.response_mask[: length - 1]
-    )
+    assert output.response_mask == complete.response_mask[: length - 1]
+    assert len(runs(output.response_mask)) == 2
+    assert output.extra_fields["tool_rewards"] == [1.0, 1.0]
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
-    name = "tool_rewards" if loop_class is ToolAgentLoop else "call_rewards"
-    mask_T = torch.tensor(output.response_mask)
-    step = Step(method=build("turn_rloo", {"rewards": name}))
-    for row in step.store.rows.values():
-        row["extra_fields"] = {name: []}
-    row = row_of("Two?", "?" * len(mask_T), 0.0, extra_fields=output.extra_fields)
-    step.store.rows["a_1_0"] |= row | {"response_mask": mask_T, "loss_mask": mask_T}
-    # the mean of the other responses' rewards
-    advantages_T = step.run()["a_1_0"]
-    rest = 1 / 2
-    (_, first), (second, _) = runs(output.response_mask)
-    expected_T = torch.zeros(len(mask_T))
-    expected_T[:first] = 2.0 - rest
-    expected_T[second:] = 1.0 - rest
-    torch.testing.assert_close(advantages_T, expected_T)
-    assert step.metrics["turn_rloo/non_finite_rate"] == 0
 
 
 def test_calls_that_end_in_another_order_and_tools_without_a_reward(
@@ -109,6 +87,7 @@ def test_calls_that_end_in_another_order_and_tools_without_a_reward(
         await asyncio.sleep(0.05 * len(rewards))
         return response, reward, rest
 
+    # The first call of the first turn ends last.
     monkeypatch.setattr(ToolAgentLoop, "_call_tool", late)
     output = output_of([FIRST + SECOND, SECOND, BOX], loop_class=TurnToolAgent, calls=2)
     assert output.extra_fields["call_rewards"] == [[0.25, None], [-1.0]]
@@ -116,7 +95,7 @@ def test_calls_that_end_in_another_order_and_tools_without_a_reward(
 
 
 FOLDER = ROOT / "examples/turns"
-SAID = [
+TALKS = [
     (["1+1="], [0.0], 400),
     (["####3", "####2", "####2"], [0.0, 1.0, 0.0], 400),
     (["####2", "####3"], [1.0, -1.0], 400),
@@ -133,40 +112,39 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("turns", "worth", "limit"), SAID)
+@pytest.mark.parametrize(("turns", "worth", "limit"), TALKS)
 def test_the_loop_and_its_rewards_have_the_same_turns(
     turns: list[str], worth: list[float], limit: int
 ) -> None:
     """The score is their sum, a response ends where it is full, and the command's method sees what follows each turn."""
     (entry,) = yaml.safe_load((FOLDER / "my_loop.yaml").read_text())
     assert entry == {"_target_": "my_loop.CheckAgain", "name": "check_again"}
+    # The loop asks again until the model says yes.
     loop = _module("my_loop").CheckAgain
-    judge = _module("my_reward").compute_score
     output, _ = run_loop(build_tokenizer(), [*turns, "yes"], length=limit, loop_class=loop)
-    judged = judge("", "", "2", dict(output.extra_fields), num_turns=2)
+    compute_score = _module("my_reward").compute_score
+    judged = compute_score("", "", "2", dict(output.extra_fields), num_turns=2)
     rewards = judged["turn_rewards"]
     mask_BT = torch.tensor([output.response_mask]).bool()
     assert len(output.response_ids) == len(output.response_mask) <= limit
     assert len(runs(output.response_mask)) == len(rewards) == output.num_turns / 2
-    assert (
-        rewards[: len(worth)] == worth
-        and not any(rewards[len(worth) :])
-        and sum(rewards) == judged["score"]
-    )
-    words = shlex.split(
-        (FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " ")
-    )
+    # The turn that says yes is worth nothing.
+    assert rewards == [*worth, *[0.0] * (len(rewards) - len(worth))]
+    assert sum(rewards) == judged["score"]
+    command = (FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " ")
+    # Without the shebang and the comment in front.
+    words = shlex.split(command)
     assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
     method = check_config(compose("ppo_trainer", words[4:-1], VERL)).method
-    parts = {
-        "prompts": [torch.tensor(output.prompt_ids)],
-        "responses": [torch.tensor(output.response_ids)],
-    }
-    parts["advantages"] = torch.ones(1)
-    parts["groups"] = torch.zeros(1, dtype=torch.int64)
-    parts["mask"] = mask_BT
     rollouts = Rollouts(
-        **parts, rewards=torch.tensor([judged["score"]]), fields={"turn_rewards": [rewards]}
+        prompts=[torch.tensor(output.prompt_ids)],
+        responses=[torch.tensor(output.response_ids)],
+        mask=mask_BT,
+        advantages=torch.ones(1),
+        groups=torch.zeros(1, dtype=torch.int64),
+        rewards=torch.tensor([judged["score"]]),
+        fields={"turn_rewards": [rewards]},
     )
-    of_turns = method.scores(rollouts, None)[mask_BT].unique_consecutive()
-    assert set(of_turns.tolist()) == {sum(rewards[turn:]) for turn in range(len(rewards))}
+    # A turn's score is the sum of the rewards from it on.
+    scores = method.scores(rollouts, None)[mask_BT].unique_consecutive()
+    assert set(scores.tolist()) == {sum(rewards[turn:]) for turn in range(len(rewards))}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,15 @@ from grail_advantage.locks import let_go
 from grail_advantage.method import build, methods
 from grail_advantage.verl_ext import entry as checks
 from grail_advantage.verl_ext.entry import prepare_run, start_run
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings, algorithm_sections
+from grail_advantage.verl_ext.settings import (
+    ACTOR,
+    DUMP_FOLDER,
+    METHOD,
+    MODEL,
+    ROLLOUT,
+    Settings,
+    algorithm_sections,
+)
 from recipe.rules import check_trl
 from tests import forked
 from tests.composed import VERL, compose, prepare
@@ -37,9 +46,7 @@ from tests.core.real_tokenizers import save_under_class
 from verl_cpu.tiny.model import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
-ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 MODE = "trainer.v1.trainer_mode"
-METHOD = "algorithm.adv_estimator"
 REQUIRED = (f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4")
 MEANINGLESS = {
     "+algorithm.grail.foo=1": "grail.foo leaf",
@@ -57,8 +64,6 @@ MEANINGLESS = {
     "algorithm.token_dump.every=10.0": "algorithm.token_dump.every=10.0",
     "algorithm.token_dump.every=0": "algorithm.token_dump.every=0",
     "algorithm.token_dump.responses=many": "algorithm.token_dump.responses='many'",
-    "algorithm.token_weights.base=grail": "token_weights.base=grail",
-    "algorithm.token_weights.base=rlo": "token_weights.base=rlo",
 }
 """Overrides that mean nothing, and words of the refusal."""
 FOREIGN = """
@@ -130,24 +135,23 @@ ENGINES = {
 
 
 def _compose(*overrides: str) -> DictConfig:
-    return compose(
-        "grail_trainer", [*REQUIRED, f"{ACTOR}.ppo_max_token_len_per_gpu=16384", *overrides]
-    )
+    budget = f"{ACTOR}.ppo_max_token_len_per_gpu=16384"
+    return compose("grail_trainer", [*REQUIRED, budget, *overrides])
 
 
-def _refused(overrides: tuple[str, ...], *named: str) -> None:
-    """With a message that names these options and choices, before the trainer is chosen."""
+def _refused(*overrides: str, words: str) -> None:
+    """With a message that has these words, before the trainer is chosen."""
     config = _compose(*overrides)
     mode = config.trainer.v1.trainer_mode
     with pytest.raises(ValueError) as refused:
         prepare(config)
-    assert all(word in str(refused.value) for word in named), str(refused.value)
+    assert all(word in str(refused.value) for word in words.split()), str(refused.value)
     assert config.trainer.v1.trainer_mode == mode
 
 
 @pytest.mark.parametrize(("override", "words"), MEANINGLESS.items())
 def test_names_and_values_that_mean_nothing_are_refused(override: str, words: str) -> None:
-    _refused((override,), *words.split())
+    _refused(override, words=words)
 
 
 def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl() -> None:
@@ -157,6 +161,7 @@ def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl()
     config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz = True
     verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
     assert config.trainer.v1.trainer_mode == "sync"
+    # Near enough to a name to look misspelt, and yet somebody's own.
     for name in FOREIGN.split():
         checks.check_spelling(name)
     for case in MISSPELT.split():
@@ -191,6 +196,7 @@ def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(engine: str) -
     config = compose("ppo_trainer", [*ENGINES[engine], *REQUIRED, f"{MODEL}.path=nowhere"], VERL)
     with open_dict(config):
         config.algorithm.adv_estimator = "grail"
+    # GRAIL has a pass through the model, uniform has none.
     with pytest.raises(ValueError, match=f"strategy={engine} .*fsdp"):
         prepare_run(config)
     config.algorithm.adv_estimator = "uniform"
@@ -199,45 +205,45 @@ def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(engine: str) -
 
 
 def test_yaml_names_every_option_with_its_default() -> None:
-    for name, method in (("grail_trainer", "gradient"), ("cpu_trainer", "perturbation")):
-        config = compose(name, [f"{METHOD}=oar_{method[0]}"])
+    # With GPUs OAR-G runs as GRAIL's authors ran it.
+    for name, method in (
+        ("grail_trainer", Oar("gradient", variant="grail_port")),
+        ("cpu_trainer", Oar("perturbation")),
+    ):
+        config = compose(name, [f"{METHOD}={method.name}"])
         assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
-        # As GRAIL's authors ran OAR-G
-        variant = "grail_port" if method == "gradient" else "official"
-        assert Settings.parse(config).method == Oar(method, variant=variant)
+        assert Settings.parse(config).method == method
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
     assert Grail(**options) == Grail("robust") and set(options) == set(Grail.model_fields)
 
 
 def test_options_come_from_the_methods_section() -> None:
-    def parsed(**algorithm: Any) -> Method | None:
-        return Settings.parse(
-            OmegaConf.create({"algorithm": {"adv_estimator": "grail", **algorithm}})
-        ).method
+    def parsed(name: str, **sections: Any) -> Method | None:
+        algorithm = {"adv_estimator": name, **sections}
+        return Settings.parse(OmegaConf.create({"algorithm": algorithm})).method
 
     sections = {"grail": {"preset": "robust", "gate": None}, "oar": {"variant": "grail_port"}}
-    assert parsed(**sections) == Grail("robust")
-    assert parsed(**sections, adv_estimator="oar_p") == Oar("perturbation", variant="grail_port")
-    defaults = algorithm_sections()
+    assert parsed("grail", **sections) == Grail("robust")
+    assert parsed("oar_p", **sections) == Oar("perturbation", variant="grail_port")
     for name in METHODS:
-        for section in ({}, {methods()[name].section: None}, defaults):
-            assert parsed(**{**section, "adv_estimator": name}) == build(name)
-    assert parsed(adv_estimator="grpo") is None
+        for section in ({}, {methods()[name].section: None}, algorithm_sections()):
+            assert parsed(name, **section) == build(name)
+    # verl's own estimators are no methods.
+    assert parsed("grpo") is None
 
 
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])
+@pytest.mark.parametrize("option", ["path", "tokenizer_path"])
 def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
-    estimator: str, tmp_path: Path
+    estimator: str, option: str, tmp_path: Path
 ) -> None:
     broken = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
-    repaired = tmp_path / "repaired"
-    save_repaired(str(broken), str(repaired))
     overrides = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
-    for option in ("path", "tokenizer_path"):
-        _refused(
-            (*overrides, f"++{MODEL}.{option}={broken}"), f"{MODEL}.{option}=", "answers.tokenizers"
-        )
-    prepare(_compose(*overrides, f"++{MODEL}.tokenizer_path={repaired}"))
+    words = f"{MODEL}.{option}= answers.tokenizers"
+    _refused(*overrides, f"++{MODEL}.{option}={broken}", words=words)
+    save_repaired(str(broken), str(tmp_path / "repaired"))
+    # The repaired one goes before the model's own.
+    prepare(_compose(*overrides, f"++{MODEL}.tokenizer_path={tmp_path / 'repaired'}"))
 
 
 def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
@@ -245,7 +251,7 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
     steps = [decoders.Replace(Regex("~~~~"), "~"), tokenizer.backend_tokenizer.decoder]
     tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.save_pretrained(tmp_path)
-    _refused((f"{MODEL}.path={tmp_path}", f"{METHOD}=uniform"), "~~~~", "byte-level")
+    _refused(f"{MODEL}.path={tmp_path}", f"{METHOD}=uniform", words="~~~~ byte-level")
 
 
 def test_a_method_in_a_trainer_without_token_weights_is_refused() -> None:
@@ -278,7 +284,8 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(
     (package / "experimental" / "ppo").mkdir(parents=True)
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    _refused((), "AutoModelForCausalLMWithValueHead")
+    _refused(words="AutoModelForCausalLMWithValueHead")
+    # The class has had two places.
     for place in ("__init__.py", "experimental/ppo/__init__.py"):
         (package / place).write_text("from .modeling import AutoModelForCausalLMWithValueHead\n")
         check_trl()
@@ -287,6 +294,7 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(
 
 def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(checks.ANY_VERL, raising=False)
+    # A local version is another build of the same source.
     for accepted in ("0.9.1", "0.9.1+cpu"):
         checks.check_verl_version(accepted)
     for refused in ("0.9.0", "0.9.10", "0.9.1.dev0", "1.0"):
@@ -300,6 +308,7 @@ def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verls_own_command_locks_the_dumps_folder(tmp_path: Path) -> None:
     """A second start there is refused while the first lives, before verl goes on."""
     overrides = [f"{METHOD}=grail", f"++{DUMP_FOLDER}={tmp_path}", *REQUIRED]
+    # The lock is this process's; another one asks for it.
     start_run(compose("ppo_trainer", overrides, VERL), lambda: None)
     try:
         hold = "import sys, pathlib; from grail_advantage.locks import hold; hold(pathlib.Path(sys.argv[1]), '', 'option')"
@@ -314,7 +323,7 @@ def test_verls_own_command_locks_the_dumps_folder(tmp_path: Path) -> None:
 STOCK = (
     "data.train_files=nowhere.parquet",
     "data.val_files=nowhere.parquet",
-    "actor_rollout_ref.model.path=nowhere",
+    f"{MODEL}.path=nowhere",
     "trainer.device=cpu",
     "trainer.n_gpus_per_node=1",
     *REQUIRED,
@@ -324,81 +333,71 @@ STOCK = (
 RECIPE = (f"--config-path={ROOT}/recipe/config", "--config-name=cpu_trainer", *REQUIRED)
 
 
+def _main(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
+    """verl's command in a process of its own, which starts no Ray."""
+    done = forked.run("verl.trainer.main_ppo", *overrides, HYDRA_FULL_ERROR="1", **environment)
+    output = done.stdout + done.stderr
+    assert "ray init kwargs" not in output and "local Ray instance" not in output
+    return done
+
+
 @pytest.mark.slow
-class TestCommands:
-    """As a user gives them, in processes of their own; none starts Ray."""
+def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path: Path) -> None:
+    """Resolved, with the trainer's mode as it is written in an override."""
+    folder = tmp_path / "run"
+    done = _main(*RECIPE, f"run.folder={folder}", "algorithm.grail.leaf=last", DRY_RUN="1")
+    assert done.returncode == 0 and not folder.exists(), done.stderr
+    printed = yaml.safe_load(done.stdout)
+    assert set(printed) == set(compose("cpu_trainer")) and "${" not in done.stdout
+    assert printed["algorithm"]["grail"]["leaf"] == "last"
+    assert printed["trainer"]["v1"]["trainer_mode"] == "sync"
 
-    def _main(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess:
-        done = forked.run("verl.trainer.main_ppo", *overrides, HYDRA_FULL_ERROR="1", **environment)
-        output = done.stdout + done.stderr
-        assert "ray init kwargs" not in output and "local Ray instance" not in output
-        return done
 
-    def test_a_dry_run_prints_the_configuration_and_nothing_else(self, tmp_path: Path) -> None:
-        """Resolved, with the trainer's mode as it is written in an override."""
-        done = self._main(
-            *RECIPE, f"run.folder={tmp_path}/run", "algorithm.grail.leaf=last", DRY_RUN="1"
-        )
-        assert done.returncode == 0 and not (tmp_path / "run").exists(), done.stderr
-        printed = yaml.safe_load(done.stdout)
-        assert set(printed) == set(compose("cpu_trainer")) and "${" not in done.stdout
-        assert (
-            printed["algorithm"]["grail"]["leaf"],
-            printed["trainer"]["v1"]["trainer_mode"],
-        ) == ("last", "sync")
+@pytest.mark.slow
+def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_section(
+    tmp_path: Path,
+) -> None:
+    """What is logged is not among its YAML, such as that the prompts of the data ask for another format."""
+    prompt = [{"role": "user", "content": 'after "####".'}]
+    row = {"prompt": prompt, "reward_model": {"ground_truth": "4"}}
+    pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "gsm8k.parquet")
+    data = f"data.train_files={tmp_path}/gsm8k.parquet"
+    done = _main(*STOCK, f"hydra.run.dir={tmp_path}", data, DRY_RUN="1")
+    assert done.returncode == 0, done.stderr
+    printed = yaml.safe_load(done.stdout)["algorithm"]
+    assert printed["grail"]["preset"] == "official"
+    assert printed["token_weights"]["answer"] == "boxed"
+    assert "3 of 3 rows have #### in them, and none the format boxed" in done.stderr
+    assert "is ++algorithm.token_weights.answer=hashes meant?" in done.stderr
 
-    def test_refused_before_ray_starts(self, tmp_path: Path) -> None:
-        """In a dry run too, and by verl's own configuration."""
-        stock = (*STOCK, f"hydra.run.dir={tmp_path}")
-        recipe = (*RECIPE, f"run.folder={tmp_path}")
-        for command, override, dry_run in (
-            (recipe, "algorithm.grail.weight_std=0", "1"),
-            (recipe, f"{ACTOR}.policy_loss.loss_mode=geo_mean", "0"),
-            (stock, f"{MODE}=mine", "0"),
-        ):
-            done = self._main(*command, override, DRY_RUN=dry_run)
-            assert (
-                done.returncode != 0
-                and f"ValueError: {override.removeprefix('algorithm.')}" in done.stderr
-            )
 
-    def test_a_dry_run_of_verls_own_command_is_for_methods(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Its YAML has the defaults of the method's section, and what Hydra logs is not among it; data whose prompts
-        ask for another format are warned of."""
-        row = {
-            "prompt": [{"role": "user", "content": 'after "####".'}],
-            "reward_model": {"ground_truth": "4"},
-        }
-        pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "gsm8k.parquet")
-        data = f"data.train_files={tmp_path}/gsm8k.parquet"
-        done = self._main(
-            *STOCK,
-            f"hydra.run.dir={tmp_path}",
-            data,
-            "algorithm.adv_estimator=turn_rloo",
-            DRY_RUN="1",
-        )
-        assert done.returncode == 0, done.stderr
-        printed = yaml.safe_load(done.stdout)["algorithm"]
-        assert (
-            printed["turn_rloo"]["mask_truncated"] is False
-            and printed["token_weights"]["answer"] == "boxed"
-        )
-        assert "loss_agg_mode" in done.stderr and "meant?" not in done.stderr
-        done = self._main(*STOCK, f"hydra.run.dir={tmp_path}", data, DRY_RUN="1")
-        assert yaml.safe_load(done.stdout)["algorithm"]["grail"]["preset"] == "official"
-        assert (
-            "3 of 3 rows have #### in them, and none the format boxed; is ++algorithm.token_weights.answer=hashes meant?"
-            in done.stderr
-        )
-        config = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL)
-        validated = []
-        monkeypatch.setenv("DRY_RUN", "1")
-        # And verl goes on
-        start_run(config, lambda: validated.append(config.trainer.v1.trainer_mode))
-        assert validated == ["sync"]
-        monkeypatch.setenv("DRY_RUN", "true")
-        with pytest.raises(ValueError, match="DRY_RUN=true is unknown; use 1"):
-            start_run(compose("ppo_trainer", STOCK, VERL), lambda: None)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "override", "dry_run"),
+    [
+        (RECIPE, "algorithm.grail.weight_std=0", "1"),
+        (RECIPE, f"{ACTOR}.policy_loss.loss_mode=geo_mean", "0"),
+        (STOCK, f"{MODE}=mine", "0"),
+    ],
+)
+def test_refused_before_ray_starts(
+    command: tuple[str, ...], override: str, dry_run: str, tmp_path: Path
+) -> None:
+    """In a dry run too, and by verl's own configuration."""
+    folder = f"hydra.run.dir={tmp_path}" if command is STOCK else f"run.folder={tmp_path}"
+    done = _main(*command, folder, override, DRY_RUN=dry_run)
+    message = f"ValueError: {override.removeprefix('algorithm.')}"
+    assert done.returncode != 0 and message in done.stderr
+
+
+def test_a_dry_run_is_for_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With verl's own estimators verl goes on."""
+    config = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL)
+    validated = Mock()
+    monkeypatch.setenv("DRY_RUN", "1")
+    start_run(config, validated)
+    validated.assert_called_once_with()
+    assert config.trainer.v1.trainer_mode == "sync"
+    monkeypatch.setenv("DRY_RUN", "true")
+    with pytest.raises(ValueError, match="DRY_RUN=true is unknown; use 1"):
+        start_run(compose("ppo_trainer", STOCK, VERL), validated)

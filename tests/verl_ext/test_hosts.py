@@ -15,32 +15,27 @@ from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import get_non_tensor_data
 
 from grail_advantage import Grail, Method
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, Row
+from grail_advantage.api import PlainHost
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.verl_ext.exchange import build_reply, rows_of
+from grail_advantage.verl_ext.settings import ROLLOUT
 from tests import hosts
 from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.verl_ext.one_step import Step, Store, row_of
 
-STEP = 3  # not that of any default
-SAMPLED = -0.25  # log-probability of every token by the engine that sampled it
+# Not that of any default.
+STEP = 3
+# Log-probability of every token by the engine that sampled it.
+SAMPLED = -0.25
 JUDGED = [row for row, response in enumerate(hosts.RESPONSES) if math.isfinite(response.reward)]
 """verl trains nothing of a group in which a reward is not finite, so here all are."""
 RESPONSES = [hosts.RESPONSES[row] for row in JUDGED]
 KEYS = [f"{row // hosts.GROUP_SIZE}_{row % hosts.GROUP_SIZE}_0" for row in JUDGED]
-BOTH = (OLD_LOG_PROBS, ENTROPY)
-
-
-def model_of(temperature: float, step: int = 0) -> HuggingFaceModel:
-    """The tiny model, each response in a forward of its own."""
-    cpu = torch.device("cpu")
-    return HuggingFaceModel(
-        tiny_model(), char_tokenizer(), temperature, cpu, group=None, step=step, tokens=1
-    )
 
 
 class ModelWorkers:
-    """The actor's worker group with a model, which runs as it is asked to."""
+    """The actor's worker group with a model, which runs as it is asked to, each response in a forward of its own."""
 
     def __init__(self, store: Store, config: Any) -> None:
         self._dispatch_info = {"actor": [0]}
@@ -48,20 +43,17 @@ class ModelWorkers:
 
     def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
         """verl's fields: a token's values are at the position before it."""
-        model = model_of(batch.extra_info["temperature"])
-        for key in batch.keys:
+        temperature = batch.extra_info["temperature"]
+        responses = hosts.plain_rollouts().part(JUDGED)
+        host = PlainHost(tiny_model(), responses, temperature=temperature, tokens=1)
+        columns = host.columns([OLD_LOG_PROBS, ENTROPY])
+        for place, key in enumerate(batch.keys):
             fields = self._store.rows[key]
-            prompt_P = fields["prompts"]
-            response_T = fields["responses"]
-            row = Row(
-                torch.cat([prompt_P, response_T]), len(prompt_P), len(response_T), None, 0.0, 0, 0
-            )
-            (columns,) = model.micro_batches(
-                [row], lambda micro: micro.columns(BOTH), gradients=False
-            )
-            for name, of_verl in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
-                fields[of_verl] = torch.zeros(len(row.tokens))
-                fields[of_verl][row.start - 1 : -1] = columns[name]
+            start = len(fields["prompts"])
+            count = len(fields["responses"])
+            for name, verls in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
+                fields[verls] = torch.zeros(start + count)
+                fields[verls][start - 1 : -1] = columns[name][place, :count]
         return batch
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
@@ -69,7 +61,9 @@ class ModelWorkers:
         signal, temperature, step, pad_token = (
             get_non_tensor_data(request, name, default=None) for name in names
         )
-        model = model_of(temperature, step)
+        how = {"group": None, "step": step, "tokens": 1}
+        cpu = torch.device("cpu")
+        model = HuggingFaceModel(tiny_model(), char_tokenizer(), temperature, cpu, **how)
         model.pad_token = pad_token
         return build_reply(signal.run(rows_of(request), model))
 
@@ -78,23 +72,25 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
     """The dump of the trainer's two stages, in which rejection sampling may have dropped a response. Its advantages are
     those of the update."""
     rows = {}
-    for row, (key, response) in enumerate(zip(KEYS, RESPONSES, strict=True)):
-        run_step = rows[key] = row_of(response.prompt, response.parts, response.reward)
-        run_step["rollout_log_probs"] = torch.full((len(response.ids),), SAMPLED)
-        run_step["extra_fields"] = {"tool_rewards": list(response.tool_rewards)}
-        run_step["response_mask"] = run_step["loss_mask"] * (row != rejected)
+    reference_BT = hosts.reference(hosts.plain_rollouts())[JUDGED]
+    for place, (key, response) in enumerate(zip(KEYS, RESPONSES, strict=True)):
+        row = rows[key] = row_of(response.prompt, response.parts, response.reward)
+        count = len(response.ids)
+        row["rollout_log_probs"] = torch.full((count,), SAMPLED)
+        row["extra_fields"] = {"tool_rewards": list(response.tool_rewards)}
+        row["response_mask"] = row["loss_mask"] * (place != rejected)
         if REF_LOG_PROBS in signal.reads:
-            run_step["ref_log_prob"] = hosts.reference(hosts.plain_rollouts())[
-                JUDGED[row], : len(response.ids)
-            ]
+            row["ref_log_prob"] = reference_BT[place, :count]
     options = [
-        f"actor_rollout_ref.rollout.n={hosts.GROUP_SIZE}",
-        f"actor_rollout_ref.rollout.temperature={hosts.TEMPERATURE}",
+        f"{ROLLOUT}.n={hosts.GROUP_SIZE}",
+        f"{ROLLOUT}.temperature={hosts.TEMPERATURE}",
         f"data.max_response_length={hosts.LIMIT}",
     ]
     step = Step(*options, method=signal, rows=rows, workers=ModelWorkers, folder=folder)
+    # Only the length limit truncates.
     step.trainer._context_length = 1000
     step.trainer.global_steps = STEP
+    # The dump holds what the update gets.
     advantages = step.run()
     assert step.metrics["token_dump/failed_files"] == 0
     table = hosts.dumped_table(folder)
@@ -105,10 +101,9 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
 def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     """The plain model's dump, with verl's keys, and with rewards by turn where there are some."""
     rollouts = hosts.plain_rollouts().part(JUDGED)
-    labels = [
-        {"turn_rewards": list(texts.tool_rewards)} if texts.tool_rewards else {}
-        for texts in RESPONSES
-    ]
+    rewards = [list(response.tool_rewards) for response in RESPONSES]
+    labels = [{"turn_rewards": of_turns} if of_turns else {} for of_turns in rewards]
+    # Rejection sampling takes a response out of the mask; its tokens stay.
     mask = rollouts.mask.clone()
     if rejected is not None:
         mask[rejected] = False

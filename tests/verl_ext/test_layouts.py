@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from verl.trainer.ppo.v1 import get_trainer_cls
 
 from grail_advantage import Grail
-from grail_advantage.verl_ext.settings import BASE, BASES, ROLLOUT
-from tests.core import reference
-from tests.core.tiny_models import id_to_character
-from tests.verl_ext.one_step import ROWS, Step, made_up_saliency, row_of
+from grail_advantage.verl_ext.settings import BASE, BASES
+from tests.verl_ext.one_step import ROWS, Step, row_of
 
 CORRECTION = "algorithm.rollout_correction"
 TOKENS = tuple(
@@ -42,12 +37,9 @@ SEVERAL_OUTPUTS = (
     ("a_1_2", "Two? Sure? Yes?", r"Then it is \boxed{4}.<end>", 0.0),
 )
 PADDING = "pad_0_0"
-TEMPERATURE = 0.8
-STEP = 3
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(NamedTuple):
     """Options, further responses, and verl's names of the trainer and of the base."""
 
     overrides: tuple[str, ...] = ()
@@ -64,93 +56,64 @@ SCENARIOS = {
     "everything": Scenario((*KL, *TOKENS), (*SEVERAL_OUTPUTS, TOOL), "colocate_async"),
     **{base: Scenario(base=base) for base in BASES},
 }
+LEAST_LOST = {"decoupled, sequences": 1, "everything": 4}
+"""Responses of which rejection sampling drops tokens, in the scenarios that have any."""
 Rows = dict[str, dict[str, Any]]
 
 
-@cache
 def responses_of(name: str) -> Rows:
     """The scenario's, with log-probabilities that differ between the policies, and a row that fills up the batch."""
     generator = torch.Generator().manual_seed(3)
     rows = {}
-    for key, prompt, text, reward in (*ROWS, *SCENARIOS[name].more):
-        row = row_of(prompt, text, reward)
-        old_T = -2 * torch.rand(len(row["responses"]), generator=generator)
-        moved = 0.3 * torch.randn((2, len(old_T)), generator=generator)
-        rows[key] = row | {
-            "old_log_probs": old_T,
-            "rollout_log_probs": old_T + moved[0],
-            "ref_log_prob": old_T + moved[1],
-        }
-    nothing = {"response_mask": torch.zeros(1).long(), "loss_mask": torch.zeros(1).long()}
-    logs = dict.fromkeys(("old_log_probs", "rollout_log_probs", "ref_log_prob"), torch.zeros(1))
-    return rows | {PADDING: row_of("?", "<end>", 0.0) | nothing | logs}
+    for key, *contents in (*ROWS, *SCENARIOS[name].more, (PADDING, "?", "<end>", 0.0)):
+        row = rows[key] = row_of(*contents)
+        count = len(row["responses"])
+        row["old_log_probs"] = -2 * torch.rand(count, generator=generator)
+        for policy in ("rollout_log_probs", "ref_log_prob"):
+            moved_T = 0.3 * torch.randn(count, generator=generator)
+            row[policy] = row["old_log_probs"] + moved_T
+    for mask in ("response_mask", "loss_mask"):
+        rows[PADDING][mask] = torch.zeros(1).long()
+    return rows
 
 
-@cache
-def results_of(name: str) -> tuple[tuple[Rows, dict[str, Any]], ...]:
-    """The responses and metrics after the stage of verl's trainer, and after that of this package's."""
+def steps_of(name: str) -> list[Step]:
+    """The stage of verl's trainer, and that of this package's."""
     scenario = SCENARIOS[name]
-    results = []
-    for options in ([f"algorithm.adv_estimator={scenario.base}"], [f"{BASE}={scenario.base}"]):
-        rows = copy.deepcopy(responses_of(name))
+    steps = []
+    for base in (f"algorithm.adv_estimator={scenario.base}", f"{BASE}={scenario.base}"):
+        options = (base, *scenario.overrides)
         method = Grail("robust", gate="all")
-        options += [f"{ROLLOUT}.temperature={TEMPERATURE}", *scenario.overrides]
-        step = Step(*options, method=method, rows=rows, mode=scenario.mode)
-        step.trainer.global_steps = STEP
+        step = Step(*options, method=method, rows=responses_of(name), mode=scenario.mode)
         step.run(PADDING)
-        results.append((step.store.rows, step.metrics))
-    return tuple(results)
-
-
-def weights_of(row: dict[str, Any], mask_T: torch.Tensor, advantage: float) -> torch.Tensor:
-    """Of the tokens that train, by the plain computation, which has not seen a tool's tokens, but for their positions."""
-    written_T = row["loss_mask"].bool()
-    trains = mask_T[written_T].bool().tolist()
-    text = "".join(id_to_character()[token] for token in row["responses"][written_T].tolist())
-    spans = [tuple(sum(trains[:at]) for at in span) for span in reference.boxed_spans(text)]
-    tokens_S = torch.cat([row["prompts"], row["responses"]])
-    scores_T = made_up_saliency(tokens_S, TEMPERATURE, STEP)[len(row["prompts"]) :][mask_T.bool()]
-    options = reference.resolve("robust", gate="all")
-    return torch.tensor(
-        reference.row_weights(scores_T.tolist(), spans[-1] if spans else None, advantage, options)
-    )
+        steps.append(step)
+    return steps
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -> None:
-    (verls, verls_metrics), (ours, metrics) = results_of(name)
+    """The weights themselves are in ``test_hosts.py``."""
+    verl, ours = steps_of(name)
     moved = 0
-    for key, row in verls.items():
-        base_T = row["advantages"]
-        mask_T = row["response_mask"]
-        found_T = ours[key]["advantages"]
-        expected_T = torch.zeros(len(base_T))
-        if key != PADDING and mask_T.any():
-            advantage = float(base_T[mask_T.bool()][0])
-            weights_T = weights_of(row, mask_T, advantage)
-            expected_T[mask_T.bool()] = weights_T * advantage
-            moved += bool(advantage) and len(weights_T.unique()) > 2
-        torch.testing.assert_close(found_T, expected_T, rtol=2e-4, atol=1e-6)
-        assert torch.equal(ours[key]["returns"], found_T)
-        names = row.keys() - {"advantages", "returns", "uid"}
-        assert row.keys() == ours[key].keys() and all(
-            torch.equal(row[name_of_column], ours[key][name_of_column]) for name_of_column in names
-        )
-    assert moved >= 3 and not ours[PADDING]["advantages"].any()
-    assert {metric: metrics[metric] for metric in verls_metrics} == verls_metrics
-    assert all(map(math.isfinite, metrics.values()))
-
-
-@pytest.mark.parametrize(
-    ("name", "least"), [("bypass", 0), ("decoupled, sequences", 1), ("everything", 4)]
-)
-def test_corrections_reject_tokens_sequences_and_with_bypass_nothing(name: str, least: int) -> None:
-    """What the test above rests on."""
-    rows = [row for key, row in results_of(name)[1][0].items() if key != PADDING]
-    assert all(("rollout_is_weights" in row) == (name != "bypass") for row in rows)
-    lost = [row["response_mask"].bool()[row["loss_mask"].bool()].logical_not() for row in rows]
-    assert least <= sum(bool(lost_T.any()) for lost_T in lost) <= least * (len(rows) - 3)
-    assert all(lost_T.all() or not lost_T.any() for lost_T in lost) == (name != "everything")
+    lost = 0
+    for row, weights_T in zip(verl.store.rows.items(), ours.trainer._weighed.weights, strict=True):
+        key, columns = row
+        mask_T = columns["response_mask"].bool()
+        weights_T = weights_T[: len(mask_T)]
+        expected_T = torch.where(mask_T, weights_T * columns["advantages"], 0.0)
+        actual = ours.store.rows[key]
+        torch.testing.assert_close(actual["advantages"], expected_T)
+        assert torch.equal(actual["returns"], actual["advantages"])
+        moved += bool(expected_T.any()) and len(weights_T[mask_T].unique()) > 2
+        # Rejection sampling takes tokens out of the mask.
+        lost += not torch.equal(columns["response_mask"], columns["loss_mask"])
+        assert columns.keys() == actual.keys()
+        for column in columns.keys() - {"advantages", "returns", "uid"}:
+            assert torch.equal(columns[column], actual[column]), column
+    assert moved >= 3
+    assert lost >= LEAST_LOST.get(name, 0) and bool(lost) == (name in LEAST_LOST)
+    assert {figure: ours.metrics[figure] for figure in verl.metrics} == verl.metrics
+    assert all(map(math.isfinite, ours.metrics.values()))
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas
 import psutil
 import pytest
 import torch
@@ -31,7 +30,7 @@ from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
 from grail_advantage.methods.sessions import TurnMethod
 from recipe.run_life.watch import HEADLINE
-from tests.core.common import FITTED, METHODS
+from tests.core.common import METHODS
 from tests.documentation import write_files
 from tests.run_life.killed_run import KilledRun
 from tests.verl_ext import whole_run
@@ -42,38 +41,26 @@ pytestmark = pytest.mark.slow
 PROMPTS = 4
 ROLLOUTS = 8
 TEMPERATURE = 0.8
-GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
-"""What the data set says of every prompt."""
 THEIRS = {"boxed_digits", "judged_steps"}
 """Methods of the documentation, with a pass, and of what the reward function returns."""
 OPTIONS = {
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
-    "step_values": {"separator": "[+=]"},
-    "fitted": FITTED,
 }
 """So that something happens in a batch of 32 short responses."""
 
 
 def _way(name: str) -> tuple:
-    """A pass, columns of the model's, of the data set's or of a session; weights or advantages."""
+    """A pass, and columns of the model's, of the data set's or of a session."""
     signal = build(name)
-    return (
-        signal.uses,
-        signal.reads & {"entropy", "examples", "sessions"},
-        isinstance(signal, Method),
-    )
+    return signal.uses, signal.reads & {"entropy", "examples", "sessions"}
 
 
-OURS = sorted(
-    {
-        _way(name): name for name in sorted(METHODS) if REF_LOG_PROBS not in methods()[name].reads
-    }.values()
-)
-GIVE_ADVANTAGES = {
-    "judged_steps",
-    *(name for name in OURS if not issubclass(methods()[name], Method)),
-}
+# A later name takes the place of an earlier one that goes the same way.
+WAYS = {_way(name): name for name in sorted(METHODS) if REF_LOG_PROBS not in methods()[name].reads}
+OURS = sorted(WAYS.values())
+GIVE_ADVANTAGES = {"judged_steps"}
+GIVE_ADVANTAGES |= {name for name in OURS if not issubclass(methods()[name], Method)}
 OF_TURNS = {name for name in OURS if issubclass(methods()[name], TurnMethod)}
 """Methods that give every response of this run, which are of one turn, one advantage."""
 NAMES = ["uniform", *sorted({*OURS, *THEIRS} - {"uniform"})]
@@ -129,7 +116,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "trainer.n_gpus_per_node=2",
         f"trainer.rollout_data_dir={folder / 'rollouts'}",
         "trainer.max_actor_ckpt_to_keep=100",
-        f"trainer.test_freq={STEPS}",  # verl also validates in a run's last step
+        # verl also validates in a run's last step.
+        f"trainer.test_freq={STEPS}",
         "trainer.val_before_train=True",
         "trainer.logger=[file,tensorboard]",
     ]
@@ -141,19 +129,24 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     }
     run = KilledRun(folder, overrides, rows=PROMPTS * STEPS, environment=variables)
     try:
-        run.await_step(STEPS + 2)  # that of the validation before the training is logged, too
-        psutil.Process(run.engine).kill()  # there is one for each of the two ranks
+        # The validation before the training is logged, too.
+        run.await_step(STEPS + 2)
+        # There is one for each of the two ranks.
+        psutil.Process(run.engine).kill()
         run.end(BOUND)
     finally:
         run.kill_all()
+    # What the first life wrote, as the second one will write over it.
     uninterrupted = tmp_path_factory.mktemp("uninterrupted")
     for name in ("metrics.jsonl", "dump"):
         copy = shutil.copytree if (folder / name).is_dir() else shutil.copy
         copy(folder / name, uninterrupted / name)
 
+    # As if the later checkpoints had not been finished.
     for step in range(KILLED_BEHIND + 1, STEPS + 2):
         (folder / f"checkpoints/global_step_{step}/data.pt").unlink(missing_ok=True)
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(KILLED_BEHIND))
+    # The last line is torn, as a kill in the middle of a write leaves it.
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text(
         "".join(lines[: STEPS + 1]) + f'{{"step": {STEPS + 1}, "da'
@@ -171,20 +164,17 @@ def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
     metrics = pair.resumed.metrics(step)
     assert len(rows) == PROMPTS * ROLLOUTS
     for row, advantage in zip(rows, whole_run.advantages_of_grpo(rows), strict=True):
-        base = torch.tensor(row.base_advantage_T)
-        assert torch.allclose(base, advantage.expand_as(base), atol=1e-5)
-        effective = torch.zeros_like(base) if row.truncated else base
-        weighted = torch.tensor(row.weight_T) * effective
+        np.testing.assert_allclose(row.base_advantage_T, advantage, rtol=1e-5, atol=1e-5)
+        # A truncated response trains nothing.
+        expected_T = row.weight_T * row.base_advantage_T * (not row.truncated)
         if name in GIVE_ADVANTAGES and not np.isnan(row.score_T).any():
-            weighted = torch.tensor(row.score_T)
-        torch.testing.assert_close(torch.tensor(row.advantage_T), weighted, rtol=1e-6, atol=0)
+            expected_T = row.score_T
+        np.testing.assert_allclose(row.advantage_T, expected_T, rtol=1e-6)
     advantages = np.concatenate([row.advantage_T for row in rows])
     assert metrics["critic/advantages/mean"] == pytest.approx(float(advantages.mean()), abs=1e-5)
     assert metrics["critic/advantages/max"] == pytest.approx(float(advantages.max()), rel=1e-5)
-    assert (
-        metrics[f"{name}/non_finite_rate"] == 0
-        and metrics["training/rollout_probs_diff_max"] < 1e-3
-    )
+    assert metrics[f"{name}/non_finite_rate"] == 0
+    assert metrics["training/rollout_probs_diff_max"] < 1e-3
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -192,39 +182,32 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
     """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
     rows = pair.resumed.dump(NAMES.index(name) + 1)
     signal = build(name, OPTIONS.get(name, {}))
-    messages = [
-        list(messages_of)
-        for messages_of in pandas.read_parquet(pair.resumed.folder / "train.parquet")["prompt"]
-    ]
-    template = partial(
-        whole_run.tokenizer().apply_chat_template, add_generation_prompt=True, return_dict=False
-    )
-    prompts = {tuple(template(messages_of)): messages_of for messages_of in messages}
-    uids = [row.key.rsplit("_", 2)[0] for row in rows]
-    fields = {
-        "groups": torch.tensor([sorted(set(uids)).index(uid) for uid in uids]),
-        "examples": [Example(prompts[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
-        "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
-        "fields": {"tool_rewards": [[]] * len(rows)},
-    }
+    data = {"reward_model": whole_run.GOLD}
+    numbers = [row.id.removeprefix("parity/") for row in rows]
     expected = whole_run.plain_weights(
-        pair.resumed, rows, signal, temperature=TEMPERATURE, step=rows[0].step, **fields
+        pair.resumed,
+        rows,
+        signal,
+        temperature=TEMPERATURE,
+        step=rows[0].step,
+        # Responses to one prompt have the place of its first one.
+        groups=torch.tensor([numbers.index(number) for number in numbers]),
+        examples=[Example(whole_run.messages_of(number), data, {}) for number in numbers],
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
+        fields={"tool_rewards": [[]] * len(rows)},
     )
-    moved = 0
-    gives_weights = isinstance(signal, Method)
+    moved = False
     for row, expected_T in zip(rows, expected, strict=True):
-        values_T = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
-        torch.testing.assert_close(
-            values_T, expected_T, **(NOISY if name == "oar_g" else EXACT), msg=row.key
-        )
-        moved += not torch.equal(
-            values_T,
-            torch.ones_like(values_T) if gives_weights else values_T[:1].expand_as(values_T),
-        )
-    assert (moved > 0) == (name not in {"uniform", *OF_TURNS}), "nothing to compare"
-    assert name not in OF_TURNS or any(map(np.any, (row.advantage_T for row in rows))), (
-        "nothing to compare"
-    )
+        values_T = torch.tensor(row.weight_T)
+        plain_T = torch.ones_like(values_T)
+        if name in GIVE_ADVANTAGES:
+            values_T = torch.tensor(row.advantage_T)
+            plain_T = values_T[:1].expand_as(values_T)
+        close = NOISY if name == "oar_g" else EXACT
+        torch.testing.assert_close(values_T, expected_T, **close, msg=row.key)
+        moved |= not torch.equal(values_T, plain_T)
+    assert moved == (name not in {"uniform", *OF_TURNS}), "nothing to compare"
+    assert any(row.advantage_T.any() for row in rows), "nothing to compare"
 
 
 def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
@@ -232,37 +215,33 @@ def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
     lines = (pair.resumed.folder / "rollouts" / "2.jsonl").read_text().splitlines()
     verls = {line["uid"]: line for line in map(json.loads, lines)}
     rows = pair.resumed.dump(2)
-    assert {row.key for row in rows} == verls.keys() and len(lines) == len(
-        rows
-    ) == PROMPTS * ROLLOUTS
+    assert {row.key for row in rows} == verls.keys() and len(lines) == len(rows)
     text = partial(whole_run.tokenizer().decode, skip_special_tokens=True)
+    names = ("input", "output", "gts", "score", "step")
     for row in rows:
-        texts = [text(row.prompt_ids), text(row.token_ids_T)]
+        texts = (text(row.prompt_ids), text(row.token_ids_T))
         facts = [*texts, row.ground_truth, row.reward, row.step]
-        assert facts == [
-            verls[row.key][name] for name in ("input", "output", "gts", "score", "step")
-        ]
+        assert facts == [verls[row.key][name] for name in names]
         assert row.outcome == ("right" if row.reward else "wrong") and row.id.startswith("parity/")
     assert pair.resumed.metrics(2)["token_dump/failed_files"] == 0
 
 
 def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair: Pair) -> None:
     """As where memory runs short. That no process is left the fixture has waited for."""
-    assert pair.killed.result.returncode == 1
-    output = pair.killed.result.stderr
-    assert HEADLINE in output and "vLLM's server on " in output[output.index(HEADLINE) :]
+    result = pair.killed.result
+    assert result.returncode == 1
+    _, headline, report = result.stderr.partition(HEADLINE)
+    assert headline and "vLLM's server on " in report
     # The trainer of the documentation ran, with methods that nobody knows without their package.
-    assert all(
-        f"step {step} is done" in pair.killed.result.stdout + output for step in range(1, STEPS + 1)
-    )
+    output = result.stdout + result.stderr
+    assert all(f"step {step} is done" in output for step in range(1, STEPS + 1))
     assert not THEIRS & set(methods())
 
 
 def _lines(folder: Path) -> list[dict]:
     """Of the validation before the training, and of the steps."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][
-        : STEPS + 1
-    ]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return list(map(json.loads, lines))[: STEPS + 1]
 
 
 def test_every_step_is_logged_once(pair: Pair) -> None:
@@ -274,20 +253,16 @@ def test_every_step_is_logged_once(pair: Pair) -> None:
 
 
 def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
-    resumed, uninterrupted = (
-        _lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted)
-    )
-    for first, second in zip(
-        uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True
-    ):
+    later = slice(KILLED_BEHIND + 1, None)
+    lives = [_lines(folder)[later] for folder in (pair.uninterrupted, pair.resumed.folder)]
+    for first, second in zip(*lives, strict=True):
         assert first["data"].keys() == second["data"].keys()
-        names = [name for name in first["data"] if not NOT_THE_SAME.search(name)]
+        names = {name for name in first["data"] if not NOT_THE_SAME.search(name)}
+        # Without timings and vLLM's own log-probabilities.
         assert len(names) > 50
-        assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= {*names}
+        assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= names
         assert any(name.endswith("/advantage_scale") for name in names)
-        assert {name: second["data"][name] for name in names} == {
-            name: first["data"][name] for name in names
-        }
+        assert not [name for name in names if second["data"][name] != first["data"][name]]
     weight, next_weight = (pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS))
     assert not torch.equal(weight, next_weight), "nothing was learned that could have been lost"
 
@@ -297,12 +272,11 @@ def test_dumps_are_the_same(pair: Pair) -> None:
     steps = list(range(1, STEPS + 1))
     dumps = [read_dump(folder / "dump") for folder in (pair.uninterrupted, pair.resumed.folder)]
     assert dumps[0].steps[:STEPS] == dumps[1].steps == steps
-    rows = [list(dump.rows(steps)) for dump in dumps]
-    assert [row.key for row in rows[0]] == [row.key for row in rows[1]]
-    assert len({row.key for row in rows[0]}) == STEPS * PROMPTS * ROLLOUTS
-    for first, second in zip(*rows, strict=True):
-        np.testing.assert_array_equal(second.token_ids_T, first.token_ids_T)
-        for column in COLUMNS:
-            np.testing.assert_array_equal(
-                getattr(second, f"{column}_T"), getattr(first, f"{column}_T")
-            )
+    keys = set()
+    for first, second in zip(*(dump.rows(steps) for dump in dumps), strict=True):
+        assert second.key == first.key
+        keys.add(second.key)
+        for column in ("token_ids", *COLUMNS):
+            values = [getattr(row, f"{column}_T") for row in (first, second)]
+            np.testing.assert_array_equal(*values)
+    assert len(keys) == STEPS * PROMPTS * ROLLOUTS

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from transformers import GenerationConfig, LlamaConfig
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -32,7 +33,7 @@ from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from tests.core.real_tokenizers import save_under_class
 from tests.core.tiny_models import END_ID, encode
 from tests.unjudged import UNJUDGED
-from tests.verl_ext.one_step import ROWS, WRONG, Step, Workers, row_of, same
+from tests.verl_ext.one_step import INCORRECT, ROWS, Step, Workers, row_of
 from verl_cpu.tiny.model import build_tokenizer
 
 Advantages = dict[str, torch.Tensor]
@@ -45,7 +46,7 @@ def uneven(advantages: Advantages) -> set[str]:
 
 def test_fetches_and_computes_everything_once() -> None:
     step = Step()
-    assert uneven(step.run()) == WRONG and len(step.workers.own) == len(WRONG)
+    assert uneven(step.run()) == INCORRECT and len(step.workers.own) == len(INCORRECT)
     # verl's two stages fetch twice, this package once.
     assert step.store.calls == 3 and step.store.fetched["advantages"] == 1
     assert step.store.fetched["prompts"] == step.store.fetched["loss_mask"] == 1
@@ -58,13 +59,14 @@ def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = {key: row_of(prompt, in_hashes(text), reward) for key, prompt, text, reward in ROWS}
     step = Step("algorithm.token_weights.answer=hashes", rows=rows)
-    assert uneven(step.run()) == WRONG and step.metrics["grail/answer_found_rate"] == 5 / 6
+    assert uneven(step.run()) == INCORRECT and step.metrics["grail/answer_found_rate"] == 5 / 6
     monkeypatch.setattr("grail_advantage.answers.missing.ENOUGH", len(ROWS))
-    with pytest.raises(ValueError, match="answer"):  # the default format finds none
+    # The default format finds none.
+    with pytest.raises(ValueError, match="answer"):
         Step(rows=rows).run()
 
 
-class OtherAdvantages(PPOTrainerSync):
+class NegativeAdvantages(PPOTrainerSync):
     """A trainer's own way to advantages."""
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -74,28 +76,40 @@ class OtherAdvantages(PPOTrainerSync):
         return transfer_queue.kv_batch_put(batch.keys, batch.partition_id, fields)
 
 
+class OtherAdvantages(TokenWeightTrainer, NegativeAdvantages):
+    """Its correct responses are those with a negative advantage."""
+
+
 def test_a_trainers_own_advantages_have_the_last_word() -> None:
-    """The correct responses are those with a negative advantage now."""
-    step = Step(
-        cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})
-    )
+    step = Step(cls=OtherAdvantages)
     advantages = step.run()
-    right = {key for key, *_, reward in ROWS if reward}
-    assert uneven(advantages) == right and all((advantages[key] < 0).all() for key in right)
-    assert len(step.workers.own) == len(right)
+    # GRAIL weights responses with a negative advantage.
+    correct = {key for key, *_, reward in ROWS if reward}
+    assert uneven(advantages) == correct and all((advantages[key] < 0).all() for key in correct)
+    assert len(step.workers.own) == len(correct)
 
 
-def scored(of_a: Sequence[float], *overrides: str) -> Step:
+def test_a_trainers_own_advantages_are_not_made_again() -> None:
+    """Where a reward cannot be used: that response trains nothing, and those with a finite advantage keep it."""
+    complete = Step(cls=OtherAdvantages).run()
+    step = Step(cls=OtherAdvantages)
+    step.store.rows["a_2_0"]["rm_scores"][-1] = math.nan
+    for key, advantages_T in step.run().items():
+        # In its group verl makes every advantage NaN.
+        expected_T = complete[key] if key[0] == "b" else torch.zeros_like(advantages_T)
+        assert torch.equal(advantages_T, expected_T), key
+
+
+def scored(rewards: Sequence[float], *overrides: str) -> Step:
     """A step of four responses to one prompt with these rewards, and four to another; the advantages are not weighted."""
-    rewards = {f"a_{number}_0": reward for number, reward in enumerate(of_a)}
-    rewards |= {f"b_{number}_0": float(number % 3) for number in range(4)}
+    by_key = {f"a_{number}_0": reward for number, reward in enumerate(rewards)}
+    by_key |= {f"b_{number}_0": float(number % 3) for number in range(4)}
     rows = {
-        key: row_of("Nine?", "I say 9."[: 3 + place], value)
-        for place, (key, value) in enumerate(rewards.items())
+        key: row_of("Nine?", "I say 9."[: 3 + place], reward)
+        for place, (key, reward) in enumerate(by_key.items())
     }
-    return Step(
-        "algorithm.norm_adv_by_std_in_grpo=false", *overrides, method=build("uniform"), rows=rows
-    )
+    overrides = ("algorithm.norm_adv_by_std_in_grpo=false", *overrides)
+    return Step(*overrides, method=build("uniform"), rows=rows)
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
@@ -104,20 +118,14 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
     rewards, expected = UNJUDGED[name]
     step = scored(rewards)
     advantages = step.run()
-    for key, value in zip(["a_0_0", "a_1_0", "a_2_0", "a_3_0"], expected, strict=True):
-        expected_value = 0.0 if math.isnan(value) else value
-        torch.testing.assert_close(
-            advantages[key], torch.full_like(advantages[key], expected_value)
-        )
-    torch.testing.assert_close(
-        step.trainer._weighed.rollouts.advantages[:4],
-        torch.tensor(expected),
-        equal_nan=True,
-        rtol=1e-5,
-        atol=1e-6,
-    )
     untouched = scored([1.0, 0.0, 0.0, 1.0]).run()
+    for key, value in zip(advantages, expected, strict=False):
+        # What cannot be compared trains nothing.
+        trained = 0.0 if math.isnan(value) else value
+        torch.testing.assert_close(advantages[key], torch.full_like(advantages[key], trained))
     assert all(torch.equal(advantages[key], untouched[key]) for key in advantages if key[0] == "b")
+    actual = step.trainer._weighed.rollouts.advantages[:4].tolist()
+    assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
     assert step.metrics["uniform/unjudged_rate"] == sum(map(math.isnan, expected)) / 8
     assert all(map(math.isfinite, step.metrics.values()))
 
@@ -126,31 +134,15 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int) -> None:
     """Its advantages are those of a batch without them. Of one output of a session verl's GRPO makes the session's."""
-    complete = scored([1.0, 0.5, 0.0, 0.0], f"{BASE}={base}")
-    complete.store.rows = {
-        key: row
-        for key, row in complete.store.rows.items()
-        if key not in [f"a_{n}_0" for n in range(lost)]
-    }
-    step = scored([math.nan] * lost + [1.0, 0.5, 0.0, 0.0][lost:], f"{BASE}={base}")
-    advantages = step.run()
-    for key, values in complete.run().items():
-        torch.testing.assert_close(advantages[key], values)
-    assert not any(advantages[f"a_{number}_0"].any() for number in range(lost))
-
-
-def test_a_trainers_own_advantages_are_not_made_again() -> None:
-    """Where a reward cannot be used: that response trains nothing, and those with a finite advantage keep it."""
-    step = Step(
-        cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})
-    )
-    step.store.rows["a_2_0"]["rm_scores"][-1] = math.nan
-    complete = Step(
-        cls=type("OtherAdvantagesWithTokenWeights", (TokenWeightTrainer, OtherAdvantages), {})
-    ).run()
-    advantages = step.run()
-    assert all(torch.equal(advantages[key], complete[key]) for key in complete if key[0] == "b")
-    assert not any(advantages[key].any() for key in complete if key[0] == "a")
+    rewards = [1.0, 0.5, 0.0, 0.0]
+    complete = scored(rewards, f"{BASE}={base}")
+    for number in range(lost):
+        del complete.store.rows[f"a_{number}_0"]
+    advantages = scored([math.nan] * lost + rewards[lost:], f"{BASE}={base}").run()
+    expected = complete.run()
+    for key, advantages_T in advantages.items():
+        expected_T = expected.get(key, torch.zeros_like(advantages_T))
+        torch.testing.assert_close(advantages_T, expected_T)
 
 
 MEANS = [
@@ -189,20 +181,16 @@ class TestLeavingOut:
         return step
 
     def test_every_rank_gets_its_share_of_the_rows_that_train(self) -> None:
+        """Of three responses that train one rank gets one, the other two."""
         step = self.step()
         (request,) = step.workers.updates
-        assert sorted(
-            sum(key[0] == "a" for key in request.keys[start : start + 3]) for start in (0, 3)
-        ) == [1, 2]
+        groups = "".join(key[0] for key in request.keys)
+        assert sorted([groups[:3].count("a"), groups[3:].count("a")]) == [1, 2]
         assert request.extra_info[LEAVE_OUT] is True
         assert request.extra_info["mini_batch_size"] == request.extra_info["global_batch_size"] == 6
-        lengths = [
-            len(encode(prompt)) + len(encode(response))
-            for key, prompt, response, _ in ROWS
-            if key[0] == "b"
-        ]
+        texts = [prompt + response for key, prompt, response, _ in ROWS if key[0] == "b"]
         assert step.metrics["token_weights/skipped_responses"] == 3
-        assert step.metrics["token_weights/skipped_tokens"] == sum(lengths)
+        assert step.metrics["token_weights/skipped_tokens"] == sum(map(len, map(encode, texts)))
         padded = self.step(padding="b_1_0")
         assert padded.metrics["token_weights/skipped_responses"] == 2, "padding is not counted"
 
@@ -211,11 +199,8 @@ class TestLeavingOut:
         step = self.step(*[f"{ACTOR}.shuffle=True"] * skips, skips=skips)
         (request,) = step.workers.updates
         assert request.keys == [key for key, *_ in ROWS]
-        assert (
-            (LEAVE_OUT in request.extra_info)
-            == any("skipped" in name for name in step.metrics)
-            == skips
-        )
+        assert (LEAVE_OUT in request.extra_info) == skips
+        assert any("skipped" in name for name in step.metrics) == skips
 
 
 def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
@@ -226,47 +211,33 @@ def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
     monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", lambda self: None)
     in_half_precision = Finding(0.05, HALF_LIMIT, "alone")
     depends = Finding(1e-3, LIMIT, "alone")
-    calls = []
     for second, leaves_out in ((in_half_precision, True), (depends, False)):
-
-        def probe_neighbours(*how: Any, second: Finding = second) -> list[Finding]:
-            calls.append(how)
-            return [in_half_precision, second]
-
+        # Each of two ranks answers.
+        probe = Mock(return_value=[in_half_precision, second])
         step = Step(f"{SKIP}=auto", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.max_model_len=70")
         step.trainer._model_config = LlamaConfig()
-        step.workers.probe_neighbours = probe_neighbours
+        step.workers.probe_neighbours = probe
         step.trainer._load_checkpoint()
         assert step.trainer._skips == leaves_out
-    assert calls == [(UPDATE, 70, 0.7)] * 2
+        probe.assert_called_once_with(UPDATE, 70, 0.7)
 
 
-def test_an_estimator_of_ones_own_as_the_base() -> None:
-    def doubled(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any) -> Any:
-        return (2 * token_level_rewards.sum(dim=1, keepdim=True) * response_mask,) * 2
+def test_a_base_whose_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimator of one's own: those of verl that do are refused at the start."""
 
     def by_token(token_level_rewards: torch.Tensor, **_: Any) -> Any:
         return token_level_rewards, token_level_rewards
 
-    for name, estimator in (("doubled", doubled), ("by_token", by_token)):
-        register_adv_est(name)(estimator)
-    try:
-        advantages = Step(f"{BASE}=doubled", method=build("uniform")).run()
-        assert [values_T.unique().tolist() for values_T in advantages.values()] == [
-            [2 * reward] for *_, reward in ROWS
-        ]
-        with pytest.raises(ValueError, match="by_token"):
-            Step(f"{BASE}=by_token").run()
-    finally:
-        for name in ("doubled", "by_token"):
-            del ADV_ESTIMATOR_REGISTRY[name]
+    monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "by_token", by_token)
+    with pytest.raises(ValueError, match="by_token"):
+        Step(f"{BASE}=by_token").run()
 
 
 def test_an_answer_that_a_tool_interrupts_is_none() -> None:
     step = Step()
     step.store.rows["a_1_0"] |= row_of("Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0)
-    found_T = step.run()["a_1_0"][step.store.rows["a_1_0"]["response_mask"].bool()]
-    assert len(step.workers.own) == 2 and len(found_T.unique()) == 1 and found_T[0] < 0
+    advantages_T = step.run()["a_1_0"][step.store.rows["a_1_0"]["response_mask"].bool()]
+    assert len(step.workers.own) == 2 and len(advantages_T.unique()) == 1 and advantages_T[0] < 0
     assert step.metrics["grail/answer_found_rate"] == 4 / 6
 
 
@@ -297,14 +268,13 @@ class TestStart:
             self._trainer(folder, None)._init_tokenizer()
 
     def _trainer(self, folder: Path, max_model_len: int | None, **config: Any) -> Any:
-        LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64).save_pretrained(
-            folder
-        )
+        model = LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64)
+        model.save_pretrained(folder)
         trainer = Step().trainer
         trainer.config.actor_rollout_ref.rollout.max_model_len = max_model_len
-        model = {"_target_": "verl.workers.config.HFModelConfig", "path": str(folder)}
         trainer.config.actor_rollout_ref.model = {
-            **model,
+            "_target_": "verl.workers.config.HFModelConfig",
+            "path": str(folder),
             "override_config": {"attn_implementation": "sdpa", **config},
         }
         trainer.settings = Settings.parse(trainer.config)
@@ -325,14 +295,11 @@ class TestStart:
         assert trainer.role_worker_mapping == {Role.ActorRollout: expected}
 
 
-def test_a_step_without_a_pass_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Workers, "compute_token_scores")
-    method = build("probability")
-    results = [
-        Step(f"{ACTOR}.strategy={strategy}", method=method).run()
-        for strategy in ("fsdp2", "megatron")
-    ]
-    assert same(*results) and any(bool(advantages_T.any()) for advantages_T in results[0].values())
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_a_step_without_a_pass_asks_nothing_of_the_engine(strategy: str) -> None:
+    step = Step(f"{ACTOR}.strategy={strategy}", method=build("probability"))
+    assert any(advantages_T.any() for advantages_T in step.run().values())
+    assert not step.workers.own
 
 
 TRUNCATED = {
@@ -368,23 +335,23 @@ def test_what_is_truncated(case: str) -> None:
 
 
 def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() -> None:
-    requested: list[Row] = []
+    """Of two ranks: the first gets the responses 0 and 2, the other one response 1 and a copy."""
+    requests: list[Row] = []
 
     class Counting(Workers):
         def compute_token_scores(self, request: TensorDict) -> TensorDict:
-            requested.extend(rows_of(request))
-            return build_reply(
-                [RowScores(torch.full((row.length,), float(row.index))) for row in requested]
-            )
+            requests.extend(rows_of(request))
+            scores = [torch.full((row.length,), float(row.index)) for row in requests]
+            return build_reply(list(map(RowScores, scores)))
 
     step = Step(method=Shear(), workers=Counting)
     step.workers._dispatch_info = {"actor": [0, 1]}
     rows = [
         Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))
     ]
-    scores = step.trainer._run_pass(rows)
-    assert [of_row.scores.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
-    assert [{row.group for row in of_rank} for of_rank in (requested[:2], requested[2:])] == [
+    scores = [row_scores.scores.tolist() for row_scores in step.trainer._run_pass(rows)]
+    assert scores == [[0.0] * 2, [1.0] * 3, [2.0] * 4]
+    assert [{row.group for row in share} for share in (requests[:2], requests[2:])] == [
         {0},
         {1, -1},
     ]

@@ -1,6 +1,6 @@
 """One word adds token weights to a run of verl's and nothing else; installing this package changes nothing at all.
 
-Two whole runs by verl's own command, of real interpreters: one with ``grpo``, and one with ``grail`` that resumes from the
+Whole runs by verl's own command, of real interpreters: one with ``grpo``, and one with ``grail`` that resumes from the
 first one's checkpoint.
 """
 
@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grail_advantage import Grail
 from tests.verl_ext import whole_run
 
 ROOT = Path(__file__).parents[2]
@@ -40,61 +42,65 @@ print("NAMES" + json.dumps([names, same]))
 """
 
 
+def _names(**hook: str) -> tuple[dict[str, str], list[Any]]:
+    """verl's functions and classes in a process with these plug-ins, and what else :data:`NAMES` prints."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    command = [sys.executable, "-c", NAMES]
+    how = {"cwd": ROOT, "env": variables | hook, "timeout": 600}
+    output = subprocess.check_output(command, text=True, **how)
+    (line,) = (line for line in output.splitlines() if line.startswith("NAMES"))
+    return json.loads(line.removeprefix("NAMES"))
+
+
 @pytest.mark.slow
 def test_installing_changes_two_functions_of_verls() -> None:
     """Once, though the plug-in is named in verl's other hook too. Methods register where a run starts."""
-    results = []
-    for hook in (
-        {"EXTERNAL_MODULES": "grail_advantage.verl_ext.plugin"},
-        {"EXTERNAL_PLUGINS": "none"},
-    ):
-        plugins = {f"VERL_USE_{name}": value for name, value in hook.items()}
-        variables = {
-            name: value for name, value in os.environ.items() if not name.startswith("VERL_")
-        } | plugins
-        command = [sys.executable, "-c", NAMES]
-        how = {"cwd": ROOT, "env": variables, "timeout": 600, "check": True}
-        done = subprocess.run(command, capture_output=True, text=True, **how)
-        results.append(
-            json.loads(
-                next(line for line in done.stdout.splitlines() if line.startswith("NAMES"))[5:]
-            )
-        )
-    (names, same), (stock_names, stock_same) = results
+    names, same = _names(VERL_USE_EXTERNAL_MODULES="grail_advantage.verl_ext.plugin")
+    stock_names, stock_same = _names(VERL_USE_EXTERNAL_PLUGINS="none")
     changed = {
-        name
+        name.rsplit(".", 1)[1]
         for name in names.keys() | stock_names.keys()
         if names.get(name) != stock_names.get(name)
     }
     # main_ppo imports both by name. verl's own loader of plug-ins has a further name where it loads any.
-    wrapped = {name.rsplit(".", 1)[1] for name in changed} - {"_entry_points"}
-    assert wrapped == {"validate_config", "configure_verl_logging"}
+    assert changed - {"_entry_points"} == {"validate_config", "configure_verl_logging"}
+    # The environment and the registered estimators are the same; nothing has imported the methods.
     assert same == stock_same and same[2:] == [False, True]
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("use_v1", [True, False])
 def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(
-    tmp_path: Path,
+    use_v1: bool, tmp_path: Path
 ) -> None:
+    """With both of verl's trainers; the weights are those of the plain computation, and arrive."""
     for steps, estimator in enumerate(("grpo", "grail"), start=1):
         overrides = [
+            f"trainer.use_v1={use_v1}",
             f"algorithm.adv_estimator={estimator}",
             "data.train_batch_size=2",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
             "actor_rollout_ref.rollout.n=16",
             "trainer.total_epochs=100",
             f"trainer.total_training_steps={steps}",
             "trainer.save_freq=1",
         ]
-        runs = whole_run.run(tmp_path, overrides, rows=4, stock=True)
-    assert any(row.span is not None for row in runs.dump(2))
-    assert "Resuming from" in runs.output
-    steps = [json.loads(line) for line in (runs.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps] == [2], "verl's own logger begins anew"
-    assert "grail/answer_found_rate" in steps[-1]["data"]
-    checkpoints = runs.folder / "checkpoints"
+        run = whole_run.run(tmp_path, overrides, rows=4, stock=True)
+    assert "Resuming from" in run.output
+    rows = run.dump(2)
+    for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):
+        assert row.weight_T == pytest.approx(weights_T.numpy(), rel=1e-4)
+        assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
+    assert any(len(set(row.weight_T.tolist())) > 2 for row in rows)
+    # verl's own logger begins anew: it has no line of the first step.
+    (line,) = (run.folder / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line)["data"]
+    assert metrics["receipt/findings"] == metrics["token_dump/failed_files"] == 0
+    assert "grail/answer_found_rate" in metrics
+    checkpoints = run.folder / "checkpoints"
     steps = [checkpoints / "global_step_1", checkpoints / "global_step_2"]
     assert {*checkpoints.iterdir()} == {*steps, checkpoints / "latest_checkpointed_iteration.txt"}
-    files = [{str(path.relative_to(step)) for path in step.rglob("*")} for step in steps]
-    assert files[0] == files[1] and "data.pt" in files[0]
+    stock, ours = ({str(path.relative_to(step)) for path in step.rglob("*")} for step in steps)
+    assert ours == stock and "data.pt" in stock

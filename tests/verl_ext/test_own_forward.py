@@ -4,28 +4,27 @@ forward before the update; and where it would be another one, it is not taken. T
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.utils import omega_conf_to_dataclass
 from verl.utils.debug import metrics as debug_metrics
 
 from grail_advantage.method import build
 from grail_advantage.model.probe import Finding
 from grail_advantage.verl_ext import trainer as trainers
-from grail_advantage.verl_ext.exchange import WATCHED, nested
+from grail_advantage.verl_ext.exchange import nested
 from grail_advantage.verl_ext.own_forward import REUSE, OwnForward
 from grail_advantage.verl_ext.rules import why_not_reuse
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from grail_advantage.verl_ext.settings import REUSE as OPTION
-from tests.composed import compose, parsed
-from tests.verl_ext.one_step import Step, Workers, loss_worker, same
+from tests.composed import compose, parsed, verls_on_cpu
+from tests.verl_ext.one_step import Step, Workers, same
 
 SAME = Finding(1e-6, 2e-4, "beside other responses and alone")
 DRAWS = Finding(0.4, 2e-4, "alone and alone again")
@@ -38,92 +37,70 @@ def log_probs_of(row: dict[str, Any]) -> torch.Tensor:
 
 
 class OneForward(Workers):
-    """A policy whose forwards, before the update and in it, find the same."""
+    """A policy whose forwards, before the update and in it, find the same. The whole batch is one micro-batch, as the loss's
+    mean is then that of the step."""
 
-    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
-        for key in batch.keys:
-            row = self.store.rows[key]
-            row["log_probs"] = log_probs_of(row)
-            row["entropy"] = log_probs_of(row) ** 2
-        self.forwards += 1
-        return batch
+    micro_batch = 8
+
+    def log_probs(self, place: int, row: dict[str, Any]) -> torch.Tensor:
+        return log_probs_of(row)
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
-        self.own = OwnForward()
+        self.own_forward = OwnForward()
         self.had_old_log_probs = "old_log_probs" in self.store.rows[batch.keys[0]]
         return super().update_actor(batch)
 
-    def optimise(self, data: TensorDict, places: list[int], micro_batch: int) -> None:
-        """The whole batch as one micro-batch, as the loss's mean is then that of the step."""
-        self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 8
-        worker = loss_worker(omega_conf_to_dataclass(self.config.actor_rollout_ref.actor))
-        worker.engine = SimpleNamespace(compute_entropy_from_logits=None)
-        parts = zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)
-        log_probs = [
-            log_probs_of({"prompts": prompt, "responses": response}) for prompt, response in parts
-        ]
-        packed = nested(log_probs).requires_grad_()
-        with ExitStack() as contexts:
-            if REUSE in data:
-                contexts.enter_context(self.own.of_update(worker, data))
-            if WATCHED in data:
-                contexts.enter_context(self.reader.optimiser_step(worker, data, places))
-            outputs = {
-                "log_probs": packed,
-                "entropy": nested([values_P**2 for values_P in log_probs]),
-            }
-            loss, _ = worker.loss_fn(model_output=outputs, data=data)
-            loss.backward()
+    def optimise(self, worker: Any, data: TensorDict, places: list[int]) -> None:
+        of_update = self.own_forward.of_update(worker, data)
+        with of_update if REUSE in data else nullcontext():
+            super().optimise(worker, data, places)
+
+    def step(self, worker: Any, data: TensorDict) -> None:
+        rows = zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)
+        values = [log_probs_of({"prompts": ids_P, "responses": ids_T}) for ids_P, ids_T in rows]
+        outputs = {"log_probs": nested(values).requires_grad_()}
+        outputs["entropy"] = nested([-values_P for values_P in values])
+        loss, _ = worker.loss_fn(model_output=outputs, data=data)
+        loss.backward()
         self.loss = float(loss.detach())
 
     def take_own_forward(self) -> list[Any]:
-        return [self.own.columns, None]
+        return [self.own_forward.columns, None]
 
 
-def steps_of(folder: Path, *overrides: str, method: str = "grail", **how: Any) -> list[Step]:
+def steps_of(folder: Path, *overrides: str, **how: Any) -> list[Step]:
     """The same step with verl's forward, and without it."""
     steps = []
     for reuses in (False, True):
-        options = [f"{ROLLOUT}.calculate_log_probs=true", *overrides]
-        step = Step(
-            *options, method=build(method), workers=OneForward, folder=folder / str(reuses), **how
-        )
+        options = (f"{ROLLOUT}.calculate_log_probs=true", *overrides)
+        step = Step(*options, workers=OneForward, folder=folder / str(reuses), **how)
         step.trainer._reuses = reuses
+        # Another sampler than the policy.
+        for row in step.store.rows.values():
+            row["rollout_log_probs"] = -0.2 - (row["responses"] * 7 % 11) / 10
         steps.append(step)
     return steps
 
 
-def run(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    for row in step.store.rows.values():  # another sampler than the policy
-        row["rollout_log_probs"] = -0.2 - (row["responses"] * 7 % 11) / 10
-    monkeypatch.setattr(trainers, "calculate_debug_metrics", debug_metrics.calculate_debug_metrics)
-    step.run()
-    step.update()
-
-
 @pytest.mark.parametrize("skips", [False, True])
-def test_the_step_is_the_one_with_verls_forward(
-    skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path) -> None:
     verl, reused = steps_of(tmp_path)
+    dumps = []
     for step in (verl, reused):
         step.trainer._skips = skips
-        run(step, monkeypatch)
+        dumps.append(step.train())
     assert (verl.workers.forwards, reused.workers.forwards) == (1, 0)
+    # The trainer sends none where the update finds them itself.
     assert verl.workers.had_old_log_probs and not reused.workers.had_old_log_probs
-    assert (
-        reused.metrics["receipt/findings"] == 0 and reused.metrics["token_dump/failed_files"] == 0
-    )
-    for expected, row in zip(verl.written(), reused.written(), strict=True):
+    assert reused.metrics["receipt/findings"] == reused.metrics["token_dump/failed_files"] == 0
+    for expected, row in zip(*dumps, strict=True):
         assert row.key == expected.key
-        updated = not skips or expected.advantage_T.any()
         for name in ("advantage_T", "weight_T", "received_T", "old_log_prob_T", "entropy_T"):
-            values_T, expected_T = (
-                torch.from_numpy(getattr(dumped, name)) for dumped in (row, expected)
-            )
-            if "old" in name or "entropy" in name:
-                expected_T = expected_T if updated else torch.full_like(expected_T, torch.nan)
-            torch.testing.assert_close(values_T, expected_T, equal_nan=True)
+            expected_T = getattr(expected, name)
+            if name in ("old_log_prob_T", "entropy_T") and skips and not expected.advantage_T.any():
+                # The update left the response out, so that no forward has seen it.
+                expected_T = np.full_like(expected_T, np.nan)
+            np.testing.assert_allclose(getattr(row, name), expected_T, rtol=1e-5, err_msg=name)
     assert reused.workers.loss == pytest.approx(verl.workers.loss, rel=1e-5)
     entropy = verl.metrics.get("actor/entropy", reused.metrics["actor/entropy"])
     assert skips or reused.metrics["actor/entropy"] == pytest.approx(entropy, rel=1e-5)
@@ -132,13 +109,13 @@ def test_the_step_is_the_one_with_verls_forward(
 def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trainers, "calculate_debug_metrics", debug_metrics.calculate_debug_metrics)
     _, reused = steps_of(tmp_path)
-    run(reused, monkeypatch)
+    reused.train()
     differences = []
+    # By hand: the difference of both probabilities of each token.
     for row in reused.store.rows.values():
-        start = len(row["prompts"]) - 1
-        count = len(row["responses"])
-        policy_T = log_probs_of(row)[start : start + count]
+        policy_T = log_probs_of(row)[len(row["prompts"]) - 1 : -1]
         differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())
     expected = float(torch.cat(differences).mean())
     assert reused.metrics["training/rollout_probs_diff_mean"] == pytest.approx(expected, rel=1e-5)
@@ -157,8 +134,7 @@ def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool) -> None:
 def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> None:
     """As when a session has several outputs: the second mini-batch would not be of the old policy."""
     _, step = steps_of(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
-    step.run()
-    step.update()
+    step.train()
     assert step.workers.forwards == 1 and REUSE not in step.workers.updates[0].extra_info
 
 
@@ -171,6 +147,7 @@ def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path)
         setattr(step.workers, name, lambda number, name=name: saved.append((name, number)))
     step.run()
     assert step.workers.forwards == 0 and saved == [("save_model_to_cpu", 0)]
+    # The second update of the step: the policy has moved on, so verl's forward runs.
     step.trainer.local_trigger_step = 1
     step.run()
     assert step.workers.forwards == 1
@@ -180,13 +157,11 @@ def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path)
 def test_the_recipe_takes_it(method: str) -> None:
     config = compose("grail_trainer", [f"algorithm.adv_estimator={method}"])
     settings = parsed(config)
+    # The probe has found responses alone, so that the update may run without verl's forward.
     assert settings[OPTION] == "auto" and why_not_reuse(settings, probe=lambda: SAME) == ""
     assert why_not_reuse(settings, probe=lambda: DRAWS), "dropout, or a router that draws"
 
 
 def test_one_word_adds_weights_and_nothing_else() -> None:
     """In verl's own command."""
-    settings = parsed(
-        compose("verl_cpu", ["algorithm.adv_estimator=grail"], Path(__file__).parents[1] / "config")
-    )
-    assert settings[OPTION] is False
+    assert parsed(verls_on_cpu("algorithm.adv_estimator=grail"))[OPTION] is False

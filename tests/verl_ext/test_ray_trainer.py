@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer as verls
@@ -19,28 +19,26 @@ from verl.utils import tensordict_utils as tu
 
 from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.data import ENTROPY
-from grail_advantage.dump import read_dump
 from grail_advantage.method import build
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.patches import advantages_by
 from grail_advantage.verl_ext.ray_trainer import WRITTEN, TokenWeightRayTrainer
-from tests.verl_ext import whole_run
-from tests.verl_ext.one_step import FACTS, Step, Workers, plain_rows
+from tests.verl_ext.one_step import FACTS, Step, Workers, same
 
-WIDTH = 64
-"""Of the responses, as verl pads them."""
 Rows = dict[str, dict[str, Any]]
+OF_DATA = FACTS.keys() - {"extra_fields"}
 
 
 class OlderWorkers(Workers):
     """One rank, with a policy that is the number of its updates."""
 
     updated = 0
+    micro_batch = 6
 
     def update_actor(self, data: TensorDict) -> TensorDict:
         assert WRITTEN in data and ENTROPY not in data
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(data["response_mask"].sum()))
-        self.optimise(data, data[PLACES][:, 0].tolist(), micro_batch=len(data))
+        self.optimise(self.training_worker(), data, data[PLACES][:, 0].tolist())
         self.updated += 1
         return tu.get_tensordict({}, non_tensor_dict={"metrics": {"mfu": [0.0]}})
 
@@ -55,73 +53,53 @@ class OlderWorkers(Workers):
 class Older(Step):
     """The older trainer with the same responses, as ``fit`` has them before the advantages."""
 
-    def __init__(self, folder: Path, rows: Rows, method: str | Method, *overrides: str) -> None:
-        options = {
-            "rows": rows,
-            "folder": folder,
-            "workers": OlderWorkers,
-            "cls": TokenWeightRayTrainer,
-        }
-        super().__init__(
-            *overrides, method=build(method) if isinstance(method, str) else method, **options
-        )
+    def __init__(
+        self, folder: Path, method: Method, *overrides: str, rows: Rows | None = None
+    ) -> None:
+        options = {"folder": folder, "workers": OlderWorkers, "cls": TokenWeightRayTrainer}
+        super().__init__(*overrides, method=method, rows=rows, **options)
 
     def data(self, without: tuple[str, ...] = ()) -> DataProto:
         """As padded tensors, but for some of what ``_compute_old_log_prob`` hands on."""
         rows = list(self.store.rows.values())
-        widest = max(len(row["prompts"]) for row in rows)
 
-        def asked(values: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([pad(row, (widest - len(row), 0)) for row in values])
+        def padded(values: Any, side: str = "right") -> torch.Tensor:
+            return pad_sequence(list(values), batch_first=True, padding_side=side)
 
-        def answered(values: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([pad(row, (0, WIDTH - len(row))) for row in values])
-
-        tensors = {
-            name: answered([row[name] for row in rows])
-            for name in ("response_mask", "rm_scores", "loss_mask")
-        }
-        tensors["rollout_log_probs"] = answered([row["rollout_log_probs"] for row in rows])
-        if "ref_log_prob" in rows[0]:
-            tensors["ref_log_prob"] = answered([row["ref_log_prob"] for row in rows])
-        prompts, responses = ([row[name] for row in rows] for name in ("prompts", "responses"))
+        names = ["responses", "response_mask", "rm_scores", "loss_mask", "rollout_log_probs"]
+        names += ["ref_log_prob"] * ("ref_log_prob" in rows[0])
+        tensors = {name: padded(row[name] for row in rows) for name in names}
+        tensors["prompts"] = padded((row["prompts"] for row in rows), "left")
+        ids = [tensors["prompts"], tensors["responses"]]
+        tensors["input_ids"] = torch.cat(ids, dim=1)
         attention = [
-            part([torch.ones_like(row) for row in ids])
-            for part, ids in ((asked, prompts), (answered, responses))
+            padded((torch.ones_like(row["prompts"]) for row in rows), "left"),
+            padded(torch.ones_like(row["responses"]) for row in rows),
         ]
-        tensors["prompts"] = asked(prompts)
-        tensors["responses"] = answered(responses)
-        tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], dim=1)
         tensors["attention_mask"] = torch.cat(attention, dim=1)
         tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        tensors |= dict.fromkeys(
-            ("token_level_scores", "token_level_rewards"), tensors["rm_scores"]
-        )
+        for name in ("token_level_scores", "token_level_rewards"):
+            tensors[name] = tensors["rm_scores"]
+        # The older trainer hands on what the model wrote under a name of this package.
         written = tensors.pop("loss_mask")
         tensors["old_log_probs"] = -(0.1 + 0.01 * self.workers.updated) * written
-        handed_on = {WRITTEN: written, ENTROPY: -0.1 * written}
-        tensors |= {name: values for name, values in handed_on.items() if name not in without}
-        columns = {
-            name: [row[name] for row in rows]
-            for name in ("uid", *(FACTS.keys() - {"extra_fields"}))
-        }
-        columns["reward_extra_info"] = [
-            row["extra_fields"].get("reward_extra_info", {}) for row in rows
-        ]
-        self._ask(rows)
+        for name, values in {WRITTEN: written, ENTROPY: 0.1 * written}.items():
+            if name not in without:
+                tensors[name] = values
+        columns = {name: [row[name] for row in rows] for name in ("uid", *OF_DATA)}
+        extra = [row["extra_fields"] for row in rows]
+        columns["reward_extra_info"] = [fields.get("reward_extra_info", {}) for fields in extra]
+        self._begin_rollout(rows)
         objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
         return DataProto.from_dict(tensors, non_tensors=objects)
 
-    def _ask(self, rows: list[dict[str, Any]]) -> None:
-        """Begin the rollout of the responses' prompts, with the weight that the data set gives each."""
+    def _begin_rollout(self, rows: list[dict[str, Any]]) -> None:
+        """Of the responses' prompts, with the weight that the data set gives each."""
         weights = {row["uid"]: row.get("weight") for row in rows}
-        columns = {
-            "uid": np.array(list(weights)),
-            "weight": np.array(list(weights.values()), dtype=object),
-        }
-        prompts = DataProto.from_dict(
-            {"dummy_tensor": torch.zeros(len(weights), 1)}, non_tensors=columns
-        )
+        columns = {"uid": np.array(list(weights))}
+        columns["weight"] = np.array(list(weights.values()), dtype=object)
+        tensors = {"dummy_tensor": torch.zeros(len(weights), 1)}
+        prompts = DataProto.from_dict(tensors, non_tensors=columns)
         self.trainer._get_gen_batch(prompts)
         assert "weight" not in prompts.non_tensor_batch
 
@@ -144,73 +122,71 @@ class Older(Step):
         return dict(zip(keys, data.batch["advantages"], strict=True))
 
 
-def tables_of(folder: Path, step: int) -> str:
-    """What the files of a step hold, NaN where there is no score."""
-    return repr([pq.read_table(file).to_pylist() for file in sorted(folder.glob(f"*{step:06d}*"))])
+def tables_of(folder: Path, step: int) -> list[list[dict[str, Any]]]:
+    """What the files of a step hold, the responses first; their texts compare NaN as equal."""
+    files = sorted(folder.glob(f"*{step:06d}*"), reverse=True)
+    return [pq.read_table(file).to_pylist() for file in files]
 
 
 CASES = [
-    (name, base, "", "")
-    for name in ("grail", "entropy", "high_entropy")
-    for base in ("grpo", "rloo")
+    ("grail", "grpo", ""),
+    ("grail", "rloo", ""),
+    ("entropy", "grpo", ""),
+    ("high_entropy", "rloo", ""),
+    ("uniform", "grpo", ""),
+    ("steer", "rloo", ""),
+    ("progress_advantage", "grpo", ""),
+    # Rejection sampling has taken a response out of the mask, or one has no finite reward.
+    ("grail", "grpo", "rejected"),
+    ("grail", "grpo", "unjudged"),
+    ("grail", "rloo", "unjudged"),
 ]
-CASES += [("uniform", "grpo", "", ""), ("steer", "rloo", "", ""), ("grail", "grpo", "a_1_0", "")]
-CASES += [("progress_advantage", "grpo", "", "")]
-CASES += [("grail", base, "", "a_1_0") for base in ("grpo", "rloo")]
 
 
-@pytest.mark.parametrize(("name", "base", "rejected", "unjudged"), CASES)
+@pytest.mark.parametrize(("name", "base", "fate"), CASES)
 def test_is_the_v1_trainer_on_the_same_responses(
-    name: str, base: str, rejected: str, unjudged: str, tmp_path: Path
+    name: str, base: str, fate: str, tmp_path: Path
 ) -> None:
-    """Also where rejection sampling has taken a response out of the mask, or one has no finite reward."""
-    overrides = (
-        f"algorithm.token_weights.base={base}",
-        "algorithm.token_weights.missing_answers=warn",
-    )
-    step = Step(*overrides, method=build(name), folder=tmp_path / "v1")
+    options = {"base": base, "missing_answers": "warn"}
+    overrides = [f"algorithm.token_weights.{option}={value}" for option, value in options.items()]
+    method = build(name)
+    step = Step(*overrides, method=method, folder=tmp_path / "v1")
+    rows = step.store.rows
     if name == "progress_advantage":
-        for number, row in enumerate(step.store.rows.values()):
+        for number, row in enumerate(rows.values()):
             row["ref_log_prob"] = -0.1 * (number + torch.arange(1, 1 + len(row["responses"])))
-    if rejected:
-        step.store.rows[rejected]["response_mask"] = 0 * step.store.rows[rejected]["response_mask"]
-    if unjudged:
-        step.store.rows[unjudged]["rm_scores"][-1] = math.nan
+    if fate == "rejected":
+        rows["a_1_0"]["response_mask"] = torch.zeros_like(rows["a_1_0"]["response_mask"])
+    if fate == "unjudged":
+        rows["a_1_0"]["rm_scores"][-1] = math.nan
     expected = step.run()
-    older = Older(tmp_path / "older", step.store.rows, name, *overrides)
+    older = Older(tmp_path / "older", method, *overrides, rows=rows)
     advantages = older.run()
     assert advantages.keys() == expected.keys()
-    for key, values in expected.items():
-        assert (
-            torch.equal(advantages[key][: len(values)], values)
-            and not advantages[key][len(values) :].any()
-        ), key
-    tables = [pq.read_table(file).to_pylist() for file in sorted(tmp_path.glob("*/step_*"))]
-    assert len(tables) == 2 and len(tables[0]) == 6 and repr(tables[0]) == repr(tables[1])
-    for row in read_dump(tmp_path / "older"):
+    for key, values_T in expected.items():
+        actual_T, rest_T = advantages[key].tensor_split([len(values_T)])
+        assert torch.equal(actual_T, values_T) and not rest_T.any(), key
+    v1_table, *_ = tables_of(tmp_path / "v1", 1)
+    table, *_ = tables_of(tmp_path / "older", 1)
+    assert len(table) == 6 and repr(table) == repr(v1_table)
+    for row in older.written():
         np.testing.assert_allclose(row.received_T, row.advantage_T, rtol=1e-4, atol=1e-6)
-    of_method = {
-        column: value for column, value in step.metrics.items() if column.startswith(f"{name}/")
-    }
-    assert (
-        of_method == {column: older.metrics[column] for column in of_method} and len(of_method) > 3
-    )
+    figures = [figure for figure in step.metrics if figure.startswith(f"{name}/")]
+    assert all(older.metrics[figure] == step.metrics[figure] for figure in figures)
+    assert len(figures) > 3
     assert older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
 
 
 def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None:
     """Without the forward of the old log-probabilities, and so without rejection sampling."""
-    older = Older(tmp_path, plain_rows(), "grail", "algorithm.rollout_correction.bypass_mode=true")
-    rollouts = [
-        torch.stack(list(older.run(*without).values())) for without in ((), (WRITTEN, ENTROPY))
-    ]
-    assert torch.equal(*rollouts)
+    older = Older(tmp_path, Grail(), "algorithm.rollout_correction.bypass_mode=true")
+    assert same(older.run(), older.run(WRITTEN, ENTROPY))
 
 
-class Given(AdvantageMethod):
+class ByData(AdvantageMethod):
     """The weight of a response is in its row of the data set."""
 
-    names: ClassVar = {"given": {}}
+    names: ClassVar = {"by_data": {}}
     reads = frozenset({"field:weight"})
 
     def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
@@ -219,8 +195,9 @@ class Given(AdvantageMethod):
 
 def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path) -> None:
     """verl takes it out of the batch before the rollout; the next step has other prompts, and values of its own."""
-    older = Older(tmp_path, plain_rows(), Given())
-    plain = Older(tmp_path, plain_rows(), "uniform").run()
+    older = Older(tmp_path, ByData())
+    plain = Older(tmp_path, build("uniform")).run()
+    # With the first step's column the second step would multiply by 2, too.
     for weight in (2.0, 3.0):
         for key, row in older.store.rows.items():
             row["uid"] = f"{key[0]}{weight}"
@@ -234,7 +211,7 @@ def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
     options = ("trainer.use_v1=False", f"trainer.default_local_dir={tmp_path / 'checkpoints'}")
     lives = []
     for resumed in (False, True):
-        older = Older(tmp_path / "dump", plain_rows(), "grail", *options)
+        older = Older(tmp_path / "dump", Grail(), *options)
         trainer = older.trainer
         trainer.use_critic = False
         trainer._model_config = None
@@ -242,42 +219,12 @@ def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
         trainer.train_dataloader = StatefulDataLoader([0] * 9)
         trainer._load_checkpoint()
         assert trainer.global_steps == older.workers.updated == resumed and not trainer._skips
+        # The first life makes steps 1 to 3, the second one 2 and 3 from the checkpoint after step 1.
         for trainer.global_steps in range(1 + resumed, 4):
             older.run()
-            assert (
-                older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
-            )
+            metrics = older.metrics
+            assert metrics["receipt/findings"] == metrics["token_dump/failed_files"] == 0
             if trainer.global_steps == 1:
                 trainer._save_checkpoint()
-        lives.append([tables_of(tmp_path / "dump", step) for step in (1, 2, 3)])
+        lives.append([repr(tables_of(tmp_path / "dump", step)) for step in (1, 2, 3)])
     assert lives[0] == lives[1] and lives[0][1] != lives[0][2] and "received" in lives[0][1]
-
-
-@pytest.mark.nightly
-def test_a_whole_run(tmp_path: Path) -> None:
-    """By verl's own command, stopped after a step and resumed: the weights are those of the plain computation, and arrive."""
-    overrides = [
-        "trainer.use_v1=False",
-        "algorithm.adv_estimator=grail",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.rollout.n=8",
-        "trainer.total_epochs=100",
-        "trainer.save_freq=1",
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
-    ]
-    for step in (1, 2):
-        run = whole_run.run(
-            tmp_path, [*overrides, f"trainer.total_training_steps={step}"], rows=8, stock=True
-        )
-        rows = run.dump(step)
-        metrics = run.metrics(step)
-        assert (
-            len(rows) == 32
-            and metrics["receipt/findings"] == metrics["token_dump/failed_files"] == 0
-        )
-        assert any(len(set(row.weight_T.tolist())) > 2 for row in rows)
-        for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):
-            assert row.weight_T == pytest.approx(weights_T.numpy(), rel=1e-4)
-            assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)

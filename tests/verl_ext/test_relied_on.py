@@ -67,7 +67,8 @@ def describe(value: Any) -> str:
         return value.__name__ if isinstance(value, ModuleType) else type(value).__name__
     plain = inspect.unwrap(value)
     source = ""
-    with suppress(TypeError):  # a Ray actor class
+    # A Ray actor class has no source.
+    with suppress(TypeError):
         source = textwrap.dedent(inspect.getsource(plain))
     return f"{_place(plain)} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
@@ -102,7 +103,8 @@ def _imported(house: str) -> dict[str, str]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
-            module = ast.unparse(node.value)  # a name, or verl.utils.config
+            # A name that an import gave, or the whole path, such as verl.utils.config.
+            module = ast.unparse(node.value)
             module = modules.get(module, module if isinstance(node.value, ast.Attribute) else "")
             if is_foreign(module) and module in sys.modules:
                 entries[f"{module}.{node.attr}"] = describe(getattr(sys.modules[module], node.attr))
@@ -114,6 +116,7 @@ def _overridden(house: str) -> dict[str, str]:
     entries: dict[str, str] = {}
     package = HOUSES[house]
     for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        # A class of Ray actors hides the class that it was made of.
         for cls in map(_unwrapped, vars(importlib.import_module(info.name)).values()):
             if not inspect.isclass(cls) or not cls.__module__.startswith(package):
                 continue

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections import Counter
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,12 +17,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
-from grail_advantage.method import BaseMethod, build
+from grail_advantage.method import build
 from grail_advantage.verl_ext.exchange import PLACES
 from grail_advantage.verl_ext.host import turn_rewards_label
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
@@ -42,73 +45,54 @@ def test_whole_groups_as_many_as_fit_are_chosen(
     groups = [group for group, _ in rows]
     valid = [of_run for _, of_run in rows]
     everything = choose_rows(groups, valid, None, (step, 0))
-    assert everything == sorted(
-        (row for row, of_run in enumerate(valid) if of_run), key=lambda row: groups[row]
-    )
+    ours = [row for row, of_run in enumerate(valid) if of_run]
+    assert everything == sorted(ours, key=lambda row: groups[row])
     chosen = choose_rows(groups, valid, limit, (step, 0))
-    assert (
-        chosen
-        == choose_rows(groups, valid, limit, (step, 0))
-        == [row for row in everything if row in chosen]
-    )
-    sizes = Counter(groups[row] for row in everything)
-    in_dump = Counter(groups[row] for row in chosen)
-    cut = [group for group in in_dump if in_dump[group] < sizes[group]]
-    assert len(chosen) <= limit and (not cut or (len(in_dump) == 1 and len(chosen) == limit))
-    assert cut or all(
-        size > limit - len(chosen) for group, size in sizes.items() if group not in in_dump
-    )
+    assert chosen == [row for row in everything if row in chosen] and len(chosen) <= limit
+    in_dump = {groups[row] for row in chosen}
+    outside = Counter(groups[row] for row in everything if row not in chosen)
+    if in_dump & outside.keys():
+        assert len(in_dump) == 1 and len(chosen) == limit
+    else:
+        # As many as fit: each group outside is larger than the room that is left.
+        assert all(size > limit - len(chosen) for size in outside.values())
 
 
 def test_no_group_is_left_out_for_ever() -> None:
-    assert (
-        len(
-            {
-                tuple(choose_rows((0, 0, 1, 1, 2, 2), (True,) * 6, 4, (s, u)))
-                for s in range(9)
-                for u in (0, 1)
-            }
-        )
-        == 3
-    )
+    """Of three groups of two, two fit: each pair of them is chosen by some update."""
+    groups = (0, 0, 1, 1, 2, 2)
+    chosen = {tuple(choose_rows(groups, (True,) * 6, 4, (step, 0))) for step in range(18)}
+    assert len(chosen) == 3
 
 
-def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones() -> None:
-    of_reward_function = {
-        "reward_extra_info": {"turn_rewards": [1, -1.0]},
-        "turn_scores": [],
-        "mine": [2],
-    }
-    of_reward_function["tool_rewards"] = [0.5]
-    by_turn = {"call_rewards": [[1.0, 0.5], [None], [-1.0]], "tool_rewards": [1.0, 0.5, -1.0]}
-    by_call = {"tool_rewards": [1.0, 0.5]}
-    grail = build("grail")
-    rloo = build("turn_rloo")
+BY_TURN = {"call_rewards": [[1.0, 0.5], [None], [-1.0]], "tool_rewards": [1.0, 0.5, -1.0]}
+BY_CALL = {"tool_rewards": [1.0, 0.5]}
+JUDGED = {"reward_extra_info": {"turn_rewards": [1, -1.0]}, "mine": [2], **BY_CALL}
+LABELS: list[tuple[str | None, Any, int, int, list[Any] | None]] = [
+    # The reward function's go first. Its list is of the session, of which a response before had the first turn.
+    (None, JUDGED, 0, 0, [1.0, -1.0]),
+    (None, JUDGED, 1, 0, [-1.0]),
+    # The method reads a field of its own.
+    ("mine", JUDGED, 0, 0, [2.0]),
+    # Calls are the response's own; of two turns two rewards are one each, of three nothing is certain.
+    (None, BY_TURN, 1, 0, [[1.0, 0.5], [], [-1.0]]),
+    ("tool_rewards", BY_CALL, 0, 2, [[1.0], [0.5]]),
+    ("tool_rewards", BY_CALL, 0, 3, [1.0, 0.5]),
+    # The field that the method reads says that there are none; the method reads none.
+    ("call_rewards", {"call_rewards": [], **BY_CALL}, 0, 0, None),
+    ("", BY_CALL, 0, 0, [1.0, 0.5]),
+    (None, None, 0, 0, None),
+]
+"""Field that a method by turn reads, if it is one; what verl has; turns before, and certain ones; the label."""
 
-    def label(extra: Any, method: BaseMethod, **turns: int) -> list[Any] | None:
-        return turn_rewards_label(extra, method, **turns).get("turn_rewards")
 
-    assert label(of_reward_function, grail) == [1.0, -1.0], "the reward function's go first"
-    assert label(of_reward_function, build("turn_rloo", {"rewards": "mine"})) == [2.0]
-    assert label(of_reward_function, grail, turns_before=1) == [-1.0], (
-        "the second response of a session"
-    )
-    assert label(by_turn, grail, turns_before=1) == [[1.0, 0.5], [], [-1.0]], (
-        "calls are the response's own"
-    )
-    assert label(by_call, rloo) == [1.0, 0.5]
-    assert label(by_call, rloo, turns=2) == [[1.0], [0.5]], (
-        "one a turn, of which the last call has no answer"
-    )
-    assert label(by_call, rloo, turns=3) == [1.0, 0.5]
-    assert (
-        label({"call_rewards": [], **by_call}, build("turn_rloo", {"rewards": "call_rewards"}))
-        is None
-    )
-    assert label({"tool_rewards": [0.5]}, build("turn_rloo", {"rewards": ""})) == [0.5], (
-        "the usual ones"
-    )
-    assert label({}, grail) is None and label(None, grail) is None
+@pytest.mark.parametrize(("field", "extra", "turns_before", "turns", "expected"), LABELS)
+def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(
+    field: str | None, extra: Any, turns_before: int, turns: int, expected: list[Any] | None
+) -> None:
+    method = build("grail") if field is None else build("turn_rloo", {"rewards": field})
+    label = turn_rewards_label(extra, method, turns_before, turns)
+    assert label.get("turn_rewards") == expected
 
 
 class Silent:
@@ -119,29 +103,23 @@ class Silent:
 
 
 NAN = float("nan")
-ODD = {
+ODD: dict[str, list[tuple[Any, Any]]] = {
     "acc": [
-        *((value, "right") for value in (True, "1.0", np.float32(1), torch.ones(1))),
-        *((value, "wrong") for value in (0, "0", np.array(0.0), Decimal(0), -1.0)),
-        *(
-            (value, None)
-            for value in ("yes", [1], {}, np.ones(2), torch.ones(2), NAN, Silent(), b"\xff")
-        ),
+        *((value, "right") for value in (True, "1.0", torch.ones(1))),
+        *((value, "wrong") for value in (0, np.array(0.0), Decimal(0))),
+        *((value, None) for value in ("yes", [1], torch.ones(2), NAN, Silent())),
     ],
     "truth": [
-        *(
-            (value, str(value))
-            for value in (Decimal("0.10"), b"7", {"a": 1}, [1, "b"], 1.5, True, np.int64(3))
-        ),
+        *((value, str(value)) for value in (Decimal("0.10"), b"7", [1, "b"])),
         (None, None),
         (Silent(), None),
         ("\ud83dx", "\ufffdx"),
     ],
     "rewards": [
-        *((value, [1.0]) for value in ([1], (1.0,), np.ones(1))),
+        *((value, [1.0]) for value in ((1.0,), np.ones(1))),
         *(
             (value, None)
-            for value in ("ab", {"a": 1}, {1}, torch.ones(2), [NAN], [Silent()], [["a"]], 5)
+            for value in ("ab", {"a": 1}, torch.ones(2), [NAN], [Silent()], [["a"]], 5)
         ),
     ],
 }
@@ -154,58 +132,51 @@ class TestFacts:
     def test_facts_of_the_data_and_of_the_reward_function(self, tmp_path: Path) -> None:
         step = Step(f"{ROLLOUT}.temperature=0.5", folder=tmp_path)
         step.run("a_1_0")
-        # What the run does to its tensors afterwards must not reach the file
         for row in step.store.rows.values():
-            [
+            # What the run does to its tensors afterwards must not reach the file.
+            for name in ("advantages", "old_log_probs", "entropy", "rm_scores"):
                 row[name].fill_(99.0)
-                for name in ("advantages", "old_log_probs", "entropy", "rm_scores")
-            ]
         rows = step.written()
         expected = [(key, reward) for key, *_, reward in ROWS if key != "a_1_0"]
-        assert [(row.key, row.reward) for row in rows] == expected, (
-            "what fills up the batch is left out"
-        )
-        assert all(
-            (row.old_log_prob_T < 0).all() and abs(row.advantage_T).max() < 10 for row in rows
-        )
+        written = [(row.key, row.reward) for row in rows]
+        assert written == expected, "what fills up the batch is left out"
+        for row in rows:
+            assert (row.old_log_prob_T < 0).all() and abs(row.advantage_T).max() < 10
         facts = [(row.ground_truth, row.outcome, row.id, row.truncated) for row in rows]
         assert facts[0] == ("7", "wrong", "gsm8k/4", False), "acc goes first"
-        assert (
-            facts[1:3] == [(None, outcome, None, False) for outcome in ("wrong", "right")]
-            and facts[-1][-1]
-        )
+        assert facts[1:3] == [(None, outcome, None, False) for outcome in ("wrong", "right")]
+        assert rows[-1].truncated
         header = read_dump(tmp_path).files[0].header
-        assert (header.step, header.method, header.temperature, header.rows_in_step) == (
-            1,
-            "grail",
-            0.5,
-            5,
-        )
+        assert (header.step, header.method) == (1, "grail")
+        assert (header.temperature, header.rows_in_step) == (0.5, 5)
         assert header.special_tokens[END_ID] == "<end>"
         json.dumps(header.options, allow_nan=False)
 
     def test_a_value_of_an_odd_type_loses_its_label_alone(self, tmp_path: Path) -> None:
         """One type beside another in one batch."""
-        cases = [
-            [values[place % len(values)] for values in ODD.values()]
-            for place in range(len(ODD["acc"]))
-        ]
         rows = {}
-        for place, ((acc, _), (truth, _), (rewards, _)) in enumerate(cases):
-            row = rows[f"a_{place}_0"] = row_of(
-                "Two?", "so " * place + r"\boxed{1}<end>", place % 2
+        expected = []
+        cases = map(itertools.cycle, (ODD["truth"], ODD["rewards"]))
+        for place, (verdict, truth, rewards) in enumerate(zip(ODD["acc"], *cases, strict=False)):
+            text = "so " * place + r"\boxed{1}<end>"
+            info = {"acc": verdict[0], "turn_rewards": rewards[0]}
+            rows[f"a_{place}_0"] = row_of(
+                "Two?",
+                text,
+                place % 2,
+                reward_model={"ground_truth": truth[0]},
+                data_source=truth[0],
+                extra_info={"index": verdict[0]},
+                extra_fields={"reward_extra_info": info},
             )
-            row["reward_model"] = {"ground_truth": truth}
-            row["data_source"] = truth
-            row["extra_info"] = {"index": acc}
-            row["extra_fields"] = {"reward_extra_info": {"acc": acc, "turn_rewards": rewards}}
+            expected.append([verdict[1], truth[1], rewards[1]])
         step = Step(rows=rows, folder=tmp_path)
         step.run()
         facts = [
             [row.outcome, row.ground_truth, row.labels.get("turn_rewards")]
             for row in step.written()
         ]
-        assert facts == [[expected for _, expected in case] for case in cases]
+        assert facts == expected
         assert step.metrics["token_dump/failed_files"] == 0
 
     def test_a_list_for_a_session_goes_on_with_each_of_its_outputs(self, tmp_path: Path) -> None:
@@ -235,6 +206,7 @@ class TestFacts:
                 step.run()
         written = [(row.step, row.update) for row in step.written()]
         assert read_dump(tmp_path).steps == [2, 4, 6]
+        # Six responses for two updates of a step: a group of three each.
         assert written == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
 
 
@@ -247,158 +219,146 @@ class Alternating(AdvantageMethod):
         return r.advantages.unsqueeze(1) * (1.0 - 2.0 * (torch.arange(r.mask.shape[1]) % 2))
 
 
+def assert_arrived(rows: Sequence[DumpRow]) -> None:
+    """That each response of the update received what was intended."""
+    for row in rows:
+        if row.updates.tolist():
+            np.testing.assert_allclose(row.received_T, row.advantage_T, rtol=1e-4, atol=1e-6)
+
+
 class TestReceived:
     """From the trainer's step to the file of what tokens received."""
-
-    @pytest.fixture
-    def update(self, tmp_path: Path) -> Any:
-        def run(
-            *overrides: str, method: Method | None = None, skips: bool = False, **workers: Any
-        ) -> tuple[Step, list[DumpRow]]:
-            step = Step(*overrides, method=method, folder=tmp_path)
-            vars(step.workers).update(workers)
-            step.trainer._skips = skips
-            step.run()
-            step.update()
-            rows = step.written()
-            for row in rows if not workers.keys() - {"drift", "scaler"} else ():
-                arrived = row.received_T is None or row.updates.tolist() == []
-                assert arrived or row.received_T == pytest.approx(
-                    row.advantage_T, rel=1e-4, abs=1e-6
-                )
-            return step, rows
-
-        return run
 
     @pytest.mark.parametrize("skips", [False, True])
     @pytest.mark.parametrize(
         "method", [Grail(), build("uniform"), Alternating()], ids=lambda method: method.name
     )
     def test_what_arrives_is_what_was_intended(
-        self, method: Method, skips: bool, update: Any, tmp_path: Path
+        self, method: Method, skips: bool, tmp_path: Path
     ) -> None:
         """On policy, after one update: with every kind of method, also one whose token advantages have both signs."""
-        step, rows = update(method=method, skips=skips)
+        step = Step(method=method, folder=tmp_path)
+        step.trainer._skips = skips
+        rows = step.train()
+        assert_arrived(rows)
         (header,) = read_dump(tmp_path).receipts()
         assert (header["findings"], header["loss"]) == ([], "vanilla")
         assert step.metrics["receipt/findings"] == step.metrics["receipt/clipped"] == 0
-        assert step.metrics["token_dump/failed_files"] == 0 and len(rows) == len(ROWS)
-        left_out = [row.key for row in rows if row.updates.tolist() != [0]]
-        assert left_out == [
-            row.key for row in rows if skips and not row.advantage_T[row.mask_T].any()
-        ]
-        assert len(left_out) == skips
+        assert step.metrics["token_dump/failed_files"] == 0
+        # The truncated response alone has no advantage.
+        trained = KEYS[:-1] if skips else KEYS
+        assert [row.key for row in rows if row.updates.tolist() == [0]] == trained
 
     @pytest.mark.parametrize("period", [0, 1])
     def test_the_effect_is_the_change_since_the_old_log_probabilities(
-        self, period: int, update: Any
+        self, period: int, tmp_path: Path
     ) -> None:
         """By one more forward over the batch after the update, in the steps that ask for it; the figures are of it."""
-        step, rows = update(
-            f"{DUMP}.effect_every={period}", f"{ROLLOUT}.temperature=0.5", drift=0.01
-        )
+        options = (f"{DUMP}.effect_every={period}", f"{ROLLOUT}.temperature=0.5")
+        step = Step(*options, folder=tmp_path)
+        step.workers.drift = 0.01
+        rows = step.train()
+        assert_arrived(rows)
         assert step.workers.forwards == 1 + period
         assert ("grail/moved_with_advantage_rate" in step.metrics) == bool(period)
         for place, row in enumerate(rows):
-            assert (
-                row.effect_T is None
-                if not period
-                else row.effect_T == pytest.approx(0.02 * place, abs=1e-6)
-            )
+            # A drift of 0.01 at temperature 0.5.
+            effect = pytest.approx(0.02 * place, abs=1e-6) if period else None
+            assert row.effect_T == effect
 
-    def test_ratios_and_epochs(self, update: Any) -> None:
+    def test_ratios_and_epochs(self, tmp_path: Path) -> None:
         """The policy has moved by a ratio of 1.5 in both epochs: where the advantage is positive the loss clips."""
         options = (f"{ACTOR}.ppo_epochs=2", "algorithm.rollout_correction.bypass_mode=True")
-        step, rows = update(*options, moved=float(torch.tensor(1.5).log()))
+        step = Step(*options, folder=tmp_path)
+        step.workers.moved = math.log(1.5)
+        rows = step.train()
         assert step.metrics["receipt/findings"] == 0 and 0 < step.metrics["receipt/clipped"] < 1
         for row in rows:
-            wanted_T = np.where(row.advantage_T > 0, 0.0, 1.5 * row.advantage_T)
-            assert row.updates.tolist() == [0, 1] and (row.clipped_T == (row.advantage_T > 0)).all()
-            np.testing.assert_allclose(
-                row.by_update_KT, np.stack([wanted_T] * 2), rtol=1e-4, atol=1e-6
-            )
+            clips_T = row.advantage_T > 0
+            expected_T = np.where(clips_T, 0.0, 1.5 * row.advantage_T)
+            assert row.updates.tolist() == [0, 1] and (row.clipped_T == clips_T).all()
+            for received_T in row.by_update_KT:
+                np.testing.assert_allclose(received_T, expected_T, rtol=1e-4, atol=1e-6)
 
     @pytest.mark.parametrize(
-        ("workers", "name"), [({"fault": 0.25}, "scaled"), ({"moved": 0.1}, "stale")]
+        ("name", "field", "value"), [("scaled", "fault", 0.25), ("stale", "moved", 0.1)]
     )
-    def test_a_fault_is_found(
-        self, workers: dict[str, float], name: str, update: Any, tmp_path: Path
-    ) -> None:
+    def test_a_fault_is_found(self, name: str, field: str, value: float, tmp_path: Path) -> None:
         """A loss that is a quarter of what it should be, and first ratios that are not 1."""
-        step, _ = update(**workers)
+        step = Step(folder=tmp_path)
+        setattr(step.workers, field, value)
+        step.train()
+        # One finding, in the one receipt.
         ((finding,),) = (header["findings"] for header in read_dump(tmp_path).receipts())
         assert finding["name"] == name and step.metrics["receipt/findings"] == 1
         assert finding["examples"][0][0] in KEYS
 
-    def test_the_scale_of_losses_in_float16_is_divided_out(self, update: Any) -> None:
+    def test_the_scale_of_losses_in_float16_is_divided_out(self, tmp_path: Path) -> None:
         """That of the backward, not the one that the optimiser's step leaves."""
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        step, _ = update(scaler=scaler)
-        assert step.metrics["receipt/findings"] == 0 and scaler.get_scale() == 2048
+        step = Step(folder=tmp_path)
+        step.workers.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        assert_arrived(step.train())
+        assert step.metrics["receipt/findings"] == 0 and step.workers.scaler.get_scale() == 2048
 
     @pytest.mark.parametrize(("number", "findings"), [(0, 1), (1, 0)])
     def test_before_a_later_update_of_a_step_the_policy_has_moved(
         self, number: int, findings: int, tmp_path: Path
     ) -> None:
         """With ``separate_async``, so that ratios differ from 1 there; before the first update they must not."""
-        rows = {
-            key: {**row, "old_log_probs": row["rollout_log_probs"]}
-            for key, row in plain_rows().items()
-        }
-        step = Step(method=build("uniform"), rows=rows, folder=tmp_path, mode="separate_async")
+        step = Step(method=build("uniform"), folder=tmp_path, mode="separate_async")
+        for row in step.store.rows.values():
+            row["old_log_probs"] = row["rollout_log_probs"]
         step.workers.moved = 0.1
+        # As if other updates of the step had come before.
         step.trainer.local_trigger_step = number
-        step.run()
-        step.update()
+        rows = step.train()
         assert step.metrics["receipt/findings"] == findings
-        assert {(row.update, row.received_T is None) for row in step.written()} == {(number, False)}
+        assert all(row.update == number and row.received_T is not None for row in rows)
 
-    def test_a_loss_without_a_formula_is_no_mismatch(self, tmp_path: Path) -> None:
+    def test_a_loss_without_a_formula_is_no_mismatch(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def half(old_log_prob: Any, log_prob: torch.Tensor, *_: Any, **__: Any) -> Any:
             return 0.5 * log_prob.mean(), {}
 
-        register_policy_loss("half")(half)
-        try:
-            step = Step(f"{ACTOR}.policy_loss.loss_mode=half", folder=tmp_path)
-            step.run()
-            step.update()
-        finally:
-            del POLICY_LOSS_REGISTRY["half"]
+        monkeypatch.setitem(POLICY_LOSS_REGISTRY, "half", half)
+        step = Step(f"{ACTOR}.policy_loss.loss_mode=half", folder=tmp_path)
+        step.train()
         assert step.metrics["receipt/findings"] == 0
         (header,) = read_dump(tmp_path).receipts()
         assert [finding["name"] for finding in header["findings"]] == ["unknown loss"]
 
-    def test_switched_off_nothing_is_asked_of_the_workers(
-        self, update: Any, tmp_path: Path
-    ) -> None:
-        step, rows = update(f"{DUMP}.received=false")
+    def test_switched_off_nothing_is_asked_of_the_workers(self, tmp_path: Path) -> None:
+        step = Step(f"{DUMP}.received=false", folder=tmp_path)
+        rows = step.train()
         assert not any(PLACES in row for row in step.store.rows.values())
-        assert [row.received_T for row in rows] == [None] * len(ROWS) and not list(
-            tmp_path.glob("received_*")
-        )
+        assert [row.received_T for row in rows] == [None] * len(ROWS)
+        assert not [*tmp_path.glob("received_*")]
         assert not any(name.startswith("receipt/") for name in step.metrics)
 
-    def test_an_error_in_the_watch_costs_the_file_alone(self, update: Any) -> None:
-        step, rows = update(reads=False)
-        assert step.trainer._dump.steps.failed == 1 and not any(
-            name.startswith("receipt/") for name in step.metrics
-        )
+    def test_an_error_in_the_watch_costs_the_file_alone(self, tmp_path: Path) -> None:
+        step = Step(folder=tmp_path)
+        step.workers.reads = False
+        rows = step.train()
+        assert step.trainer._dump.steps.failed == 1
+        assert not any(name.startswith("receipt/") for name in step.metrics)
         assert [row.received_T for row in rows] == [None] * len(ROWS)
 
     def test_a_receipt_is_of_its_own_update_and_given_out_once(self, tmp_path: Path) -> None:
         """Also after an update of which nobody took it."""
         step = Step(folder=tmp_path)
-        for step.trainer.global_steps, error in ((1, RuntimeError), (2, None)):
-            step.run()
-            with patch.object(
-                step.workers, "take_received", wraps=step.workers.take_received, side_effect=error
-            ):
-                step.update()
+        with patch.object(step.workers, "take_received", side_effect=RuntimeError):
+            step.train()
+        step.trainer.global_steps = 2
+        step.train()
         assert step.trainer._dump.steps.failed == 1 and step.metrics["receipt/findings"] == 0
         assert [header["step"] for header in read_dump(tmp_path).receipts()] == [2]
+        # The trainer has taken it already.
         assert isinstance(step.workers.take_received("2.0")[0], RuntimeError)
 
-    def test_part_of_the_responses_are_written_and_all_count(self, update: Any) -> None:
-        step, rows = update(f"{DUMP}.responses=3")
+    def test_part_of_the_responses_are_written_and_all_count(self, tmp_path: Path) -> None:
+        step = Step(f"{DUMP}.responses=3", folder=tmp_path)
+        rows = step.train()
+        assert_arrived(rows)
         assert len(rows) == 3 and step.metrics["receipt/findings"] == 0
         assert all(row.received_T is not None for row in rows)

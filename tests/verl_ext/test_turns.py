@@ -50,6 +50,7 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
     step = _step("turn_rloo")
     for row in step.store.rows.values():
         judged = row["extra_fields"]["tool_rewards"]
+        # Those of the agent loop would give other advantages.
         row["extra_fields"]["tool_rewards"] = [9.0]
         row["extra_fields"]["reward_extra_info"] = {"tool_rewards": judged, "acc": 1.0}
     assert same(step.run(), expected)
@@ -57,6 +58,7 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
     for key, row in step.store.rows.items():
         row["extra_fields"]["turn_scores"] = [*TALKS[key].rewards, TALKS[key].outcome]
     assert same(step.run(), expected)
+    # No response has a field of that name.
     with pytest.raises(ValueError, match="field:mine"):
         _step("turn_rloo", rewards="mine").run()
 
@@ -65,6 +67,7 @@ def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
     step = _step("turn_rloo", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1")
     for row in step.store.rows.values():
         row["old_log_probs"] = row["rollout_log_probs"]
+        # Each token is 1 more likely than by the reference: 0.1 is taken off its reward.
         row["ref_log_prob"] = row["old_log_probs"] - 1
     step.run()
     rewards = [float(row["token_level_rewards"].sum()) for row in step.store.rows.values()]
@@ -75,31 +78,38 @@ def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
 @pytest.mark.parametrize("source", ["by the reward function", "by the loop", "by the data"])
 def test_a_batch_without_a_call_trains(source: str) -> None:
     """``None`` is a response's value, also where no other response has more."""
-    advantages: list[Advantages] = []
-    for column in ({"mine": []}, {"mine": None}):
+    results: list[Advantages] = []
+    for rewards in ([], None):
+        column = {"mine": rewards}
+        fields = {
+            "by the reward function": {"extra_fields": {"reward_extra_info": column}},
+            "by the loop": {"extra_fields": column},
+            "by the data": column,
+        }
         step = Step(method=build("turn_rloo", {"rewards": "mine"}))
         for row in step.store.rows.values():
-            extra = column if source == "by the loop" else {"reward_extra_info": column}
-            row |= column if source == "by the data" else {"extra_fields": extra}
-        advantages.append(step.run())
-    assert same(*advantages) and all(
-        bool(of_row.any()) for key, of_row in advantages[1].items() if key.startswith("a")
-    )
+            row.update(fields[source])
+        results.append(step.run())
+    assert same(*results)
+    assert all(results[1][key].any() for key in ("a_0_0", "a_1_0", "a_2_0"))
 
 
-def _session_of_two(step: Step) -> None:
+def _session_of_two(step: Step) -> tuple[slice, slice]:
     """The session a_1 in two rows: its first turn, and the other two after its context was compressed. As verl's agent loop
-    writes them, both carry the reward of the last one."""
+    writes them, both carry the reward of the last one. The places of both in the whole response."""
     rows = step.store.rows
     talk = TALKS["a_1_0"]
-    text = rows["a_1_0"]
+    # The first reply is in neither row.
     cut = len(encode(talk.turns[0]))
-    again = cut + len(encode(talk.replies[0]))
-    for key, part in (("a_1_0", slice(cut)), ("a_1_1", slice(again, None))):
-        names = ("responses", "response_mask", "loss_mask", "rollout_log_probs")
-        rows[key] = {**text, **{name: text[name][part] for name in names}, "extra_fields": {}}
-        rows[key]["rm_scores"] = torch.zeros(len(rows[key]["responses"]))
-        rows[key]["rm_scores"][-1] = talk.outcome
+    parts = (slice(cut), slice(cut + len(encode(talk.replies[0])), None))
+    session = rows["a_1_0"]
+    for key, part in zip(("a_1_0", "a_1_1"), parts, strict=True):
+        row = rows[key] = {**session, "extra_fields": {}}
+        for name in ("responses", "response_mask", "loss_mask", "rollout_log_probs"):
+            row[name] = session[name][part]
+        row["rm_scores"] = torch.zeros(len(row["responses"]))
+        row["rm_scores"][-1] = talk.outcome
+    return parts
 
 
 @pytest.mark.parametrize("source", ["by the loop", "by the reward function"])
@@ -108,27 +118,24 @@ def test_several_outputs_of_a_session_are_one_conversation(
 ) -> None:
     """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
     step = _step("turn_rloo", rewards="call_rewards")
+    rows = step.store.rows
     for key, talk in TALKS.items():
-        step.store.rows[key]["extra_fields"] = {
-            "call_rewards": [[reward] for reward in talk.rewards]
-        }
-    _session_of_two(step)
-    first, last = (step.store.rows[key] for key in ("a_1_0", "a_1_1"))
+        rows[key]["extra_fields"] = {"call_rewards": [[reward] for reward in talk.rewards]}
+    # The whole session in one row has the same turns.
+    first, last = _session_of_two(step)
+    # The loop knows the turns of an output; the reward function saw the whole session.
     if source == "by the loop":
-        first["extra_fields"] = {"call_rewards": [[0.5]]}
-        last["extra_fields"] = {"call_rewards": [[-0.25], [None]]}
+        rows["a_1_0"]["extra_fields"] = {"call_rewards": [[0.5]]}
+        rows["a_1_1"]["extra_fields"] = {"call_rewards": [[-0.25], [None]]}
     else:
-        judged = {"reward_extra_info": {"call_rewards": [[0.5], [-0.25]]}}
-        first["extra_fields"] = judged
-        last["extra_fields"] = judged
-    talk = TALKS["a_1_0"]
-    whole_T = expected["a_1_0"]
-    cut = len(encode(talk.turns[0]))
-    again = len(encode(talk.turns[0] + talk.replies[0]))
-    assert (
-        same(step.run(), {**expected, "a_1_0": whole_T[:cut], "a_1_1": whole_T[again:]})
-        and whole_T[again:].any()
-    )
+        for key in ("a_1_0", "a_1_1"):
+            judged = {"call_rewards": [[0.5], [-0.25]]}
+            rows[key]["extra_fields"] = {"reward_extra_info": judged}
+    session_T = expected["a_1_0"]
+    assert session_T[last].any()
+    expected["a_1_0"] = session_T[first]
+    expected["a_1_1"] = session_T[last]
+    assert same(step.run(), expected)
 
 
 def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(
@@ -156,7 +163,8 @@ def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int) ->
     step = Step(method=build(name))
     for row in step.store.rows.values():
         row["extra_fields"] = {"turn_scores": [], "tool_rewards": []}
-    rounding = 1e-3 if name == "mt_grpo" else 1e-6  # it adds 1e-4 to a deviation, verl 1e-6
+    # MT-GRPO adds 1e-4 to a deviation, verl 1e-6.
+    rounding = 1e-3 if name == "mt_grpo" else 1e-6
     for key, advantages_T in step.run().items():
         torch.testing.assert_close(advantages_T, scale * verls[key], rtol=rounding, atol=1e-6)
 
@@ -168,6 +176,7 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
     of_b = [key for key in TALKS if key.startswith("b")]
     assert bool(expected["b_1_0"].any())
     step = _step("turn_rloo")
+    # Without the reward of its call the second prompt's turns all have the return 1.
     for key in of_b[1:]:
         step.store.rows[key]["extra_fields"]["tool_rewards"] = [0.0]
     step.run()
@@ -180,20 +189,20 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
 @pytest.mark.parametrize(
     ("values", "override", "certain"),
     [
-        ([0.5, -0.25, 2.0], None, True),
-        (np.array([0.5, -0.25, 2.0]), None, True),
-        ([0.5, -0.25, None], None, True),
-        ([0.5, -0.25, 2.0, 2.0], None, False),
+        (np.array([0.5, -0.25, 2.0]), "", True),
+        ([0.5, -0.25, None], "", True),
+        # Four rewards for three turns; a loop, or an option, with which a turn may make two calls.
+        ([0.5, -0.25, 2.0, 2.0], "", False),
         ([0.5, -0.25, 2.0], f"{AGENT_LOOPS}=mine.yaml", False),
         ([0.5, -0.25, 2.0], f"{PARALLEL_CALLS}=2", False),
     ],
 )
-def test_as_many_rewards_as_turns(values: Any, override: str | None, certain: bool) -> None:
-    """One each with verl's own loop and one call a turn, the last without an answer; another loop may make two calls."""
-    run_step = _step("turn_rloo", *([override] if override else []))
+def test_as_many_rewards_as_turns(values: Any, override: str, certain: bool) -> None:
+    """One each with verl's own loop and one call a turn, the last without an answer."""
+    flat = _step("turn_rloo", *[override] * bool(override))
     listed = _step("turn_rloo")
-    for step, rewards in ((run_step, values), (listed, [[0.5], [-0.25], [values[2]]])):
+    for step, rewards in ((flat, values), (listed, [[0.5], [-0.25], [values[2]]])):
         step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
-    advantages = run_step.run()
+    advantages = flat.run()
     assert same(advantages, listed.run()) == certain == bool(advantages["a_1_0"].any())
-    assert (run_step.metrics["turn_rloo/non_finite_rate"] == 0) == certain
+    assert (flat.metrics["turn_rloo/non_finite_rate"] == 0) == certain

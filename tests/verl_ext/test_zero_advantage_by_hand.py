@@ -3,9 +3,12 @@ lengths and settings that are left, on two ranks, by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +18,6 @@ from verl.utils import tensordict_utils as tu
 from grail_advantage.verl_ext.exchange import (
     deal_mini_batches,
     nested,
-    trains,
     without_zero_advantage,
 )
 from grail_advantage.verl_ext.patches import data_parallel_size
@@ -26,55 +28,53 @@ RESPONSES = (4, 3, 5, 2)
 GROUP = object()
 
 
-def mini_batch(advantages: list[list[float]], **settings: Any) -> Any:
+def mini_batch(advantages: Sequence[Sequence[float]], **settings: Any) -> Any:
     """Responses with tokens 100, 101, ... and 200, 201, ...; the last token of the last response is a tool's."""
     masks = [torch.ones(length, dtype=torch.int64) for length in RESPONSES]
     masks[3][1] = 0
-
-    def values(start: int, lengths: Any) -> Any:
-        return nested(
-            [torch.arange(length) + start * (row + 1) for row, length in enumerate(lengths)]
-        )
-
     totals = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+
+    def ids(start: int, lengths: Sequence[int]) -> list[torch.Tensor]:
+        return [torch.arange(length) + start * row for row, length in enumerate(lengths, start=1)]
+
     columns = {
-        "prompts": values(100, PROMPTS),
-        "responses": values(200, RESPONSES),
-        "input_ids": values(1000, totals),
-        "position_ids": nested([torch.arange(length) for length in totals]),
-        "response_mask": nested(masks),
-        "loss_mask": nested(masks),
-        "old_log_probs": nested([-torch.ones(length) for length in RESPONSES]),
-        "advantages": nested([torch.tensor(of_row) for of_row in advantages]),
+        "prompts": ids(100, PROMPTS),
+        "responses": ids(200, RESPONSES),
+        "input_ids": ids(1000, totals),
+        "position_ids": ids(0, totals),
+        "response_mask": masks,
+        "loss_mask": masks,
+        "advantages": list(map(torch.tensor, advantages)),
     }
-    return tu.get_tensordict(columns, non_tensor_dict=settings)
+    fields = {name: nested(values) for name, values in columns.items()}
+    return tu.get_tensordict(fields, non_tensor_dict=settings)
 
 
-def leave_out(
-    monkeypatch: pytest.MonkeyPatch,
-    data: Any,
-    other_rank: list[int],
-    *,
-    dynamic: bool = False,
-    rows: int = 4,
-) -> tuple[Any, list[int]]:
+@pytest.fixture
+def leave_out(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int]]]:
     """The responses that are left on this rank, of two; and the lengths that it tells the other one."""
-    sent: list[int] = []
 
-    def all_gather_object(gathered: list, lengths: list[int], group: object) -> None:
-        assert group is GROUP and len(gathered) == 2
-        sent.extend(lengths)
-        gathered[:] = [lengths, other_rank]
+    def run(
+        data: Any, other_rank: list[int], *, dynamic: bool = False, rows: int = 4
+    ) -> tuple[Any, list[int]]:
+        sent: list[int] = []
 
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: {GROUP: 2}[group])
-    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    settings = SimpleNamespace(use_dynamic_bsz=dynamic, micro_batch_size_per_gpu=rows)
-    engine = SimpleNamespace(engine_config=settings, get_data_parallel_group=lambda: GROUP)
-    return without_zero_advantage(engine, data), sent
+        def all_gather_object(gathered: list, lengths: list[int], group: object) -> None:
+            assert group is GROUP and len(gathered) == 2
+            sent.extend(lengths)
+            gathered[:] = [lengths, other_rank]
+
+        monkeypatch.setattr(torch.distributed, "get_world_size", {GROUP: 2}.__getitem__)
+        monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+        config = SimpleNamespace(use_dynamic_bsz=dynamic, micro_batch_size_per_gpu=rows)
+        engine = SimpleNamespace(engine_config=config, get_data_parallel_group=lambda: GROUP)
+        return without_zero_advantage(engine, data), sent
+
+    return run
 
 
 def lists(batch: Any, name: str) -> list[list]:
-    return [of_row.tolist() for of_row in batch[name].unbind()]
+    return [values.tolist() for values in batch[name].unbind()]
 
 
 def setting(batch: Any, name: str) -> Any:
@@ -84,123 +84,100 @@ def setting(batch: Any, name: str) -> Any:
 ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0, 5.0]]
 
 
-def test_rows_and_fillers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Responses 0 and 2 train. The other rank has five: micro-batches of at most four become two of three, so four fillers."""
-    batch, sent = leave_out(monkeypatch, mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
+def test_rows_and_fillers(leave_out: Any) -> None:
+    """Responses 0 and 2 train: the advantage of response 3 is a tool's.
+    The other rank has five: micro-batches of at most four become two of three, so four fillers."""
+    batch, sent = leave_out(mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
+    # Prompt and response of 0 and of 2.
     assert sent == [3 + 4, 4 + 5]
     assert setting(batch, "global_token_num") == [7, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
     assert setting(batch, "micro_batch_size_per_gpu") == 3
-    assert lists(batch, "prompts") == [[100, 101, 102], [300, 301, 302, 303], *[[100]] * 4]
-    assert lists(batch, "responses") == [
-        [200, 201, 202, 203],
-        [600, 601, 602, 603, 604],
-        *[[0]] * 4,
-    ]
-    assert lists(batch, "input_ids") == [
-        list(range(1000, 1007)),
-        list(range(3000, 3009)),
-        *[[1000, 1001]] * 4,
-    ]
-    assert lists(batch, "position_ids") == [list(range(7)), list(range(9)), *[[0, 1]] * 4]
-    assert lists(batch, "response_mask") == [[1] * 4, [1] * 5, *[[0]] * 4]
-    assert lists(batch, "old_log_probs") == [[-1.0] * 4, [-1.0] * 5, *[[0.0]] * 4]
-    assert lists(batch, "advantages") == [ADVANTAGES[0], ADVANTAGES[2], *[[0.0]] * 4]
+    # Of each field: that of response 0, of response 2, and of a filler.
+    columns = {
+        "prompts": ([100, 101, 102], [300, 301, 302, 303], [100]),
+        "responses": ([200, 201, 202, 203], [600, 601, 602, 603, 604], [0]),
+        "input_ids": (list(range(1000, 1007)), list(range(3000, 3009)), [1000, 1001]),
+        "position_ids": (list(range(7)), list(range(9)), [0, 1]),
+        "response_mask": ([1] * 4, [1] * 5, [0]),
+        "advantages": (ADVANTAGES[0], ADVANTAGES[2], [0.0]),
+    }
+    for name, (first, second, filler) in columns.items():
+        assert lists(batch, name) == [first, second, *[filler] * 4], name
     assert batch["loss_mask"].tolist() == [13, 0, 0, 0, 0, 0], "the sum over the whole mini-batch"
 
 
-def test_a_token_budget_needs_no_even_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch's own settings count before the engine's."""
-    dynamic = mini_batch(ADVANTAGES, use_dynamic_bsz=True, micro_batch_size_per_gpu=2)
-    batch, _ = leave_out(monkeypatch, dynamic, [7, 7, 7], dynamic=False)
-    assert len(batch) == 3 and setting(batch, "micro_batch_size_per_gpu") == 2
-    fixed = mini_batch(ADVANTAGES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
-    batch, _ = leave_out(monkeypatch, fixed, [7, 7, 7], dynamic=True)
-    assert len(batch) == 4 and setting(batch, "micro_batch_size_per_gpu") == 2
-    batch, _ = leave_out(monkeypatch, mini_batch(ADVANTAGES), [7, 7, 7], dynamic=True)
-    assert len(batch) == 3 and setting(batch, "micro_batch_size_per_gpu") is None
-
-
-def test_a_mini_batch_without_an_advantage_keeps_one_filler(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("settings", "dynamic", "count", "size"),
+    [
+        ({"use_dynamic_bsz": True, "micro_batch_size_per_gpu": 2}, False, 3, 2),
+        # Three responses in micro-batches of two need a filler.
+        ({"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}, True, 4, 2),
+        ({}, True, 3, None),
+    ],
+)
+def test_a_token_budget_needs_no_even_micro_batches(
+    settings: dict[str, Any], dynamic: bool, count: int, size: int | None, leave_out: Any
 ) -> None:
-    batch, sent = leave_out(monkeypatch, mini_batch([[0.0] * length for length in RESPONSES]), [])
-    assert sent == [] and len(batch) == 1 and setting(batch, "global_token_num") == [2, 2]
-    assert lists(batch, "response_mask") == lists(batch, "responses") == [[0]]
-    assert lists(batch, "advantages") == [[0.0]] and batch["loss_mask"].tolist() == [13]
+    """The batch's own settings count before the engine's."""
+    batch, _ = leave_out(mini_batch(ADVANTAGES, **settings), [7, 7, 7], dynamic=dynamic)
+    assert len(batch) == count and setting(batch, "micro_batch_size_per_gpu") == size
 
 
-def test_a_mini_batch_whose_every_token_trains_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mini_batch_whose_every_token_trains_stays(leave_out: Any) -> None:
     data = mini_batch([[1.0] * length for length in RESPONSES])
-    batch, sent = leave_out(monkeypatch, data, [9], rows=3)
+    batch, sent = leave_out(data, [9], rows=3)
+    # Nothing is copied; two micro-batches of at most three become two of two.
     assert batch is data and sent == [7, 5, 9, 3]
     assert setting(batch, "global_token_num") == [7, 5, 9, 3, 9, 2, 2, 2]
     assert setting(batch, "micro_batch_size_per_gpu") == 2
 
 
-def test_which_responses_train() -> None:
-    advantages = [
-        torch.tensor(row) for row in ([0.0, -0.0, 0.0], [1.0, 0.0, -1e-30, 0.0], [0.0, 2.0])
-    ]
-    masks = [torch.tensor(row) for row in ([1, 1, 1], [1, 1, 1, 1], [1, 0])]
-    assert trains(advantages, masks) == [False, True, False]
-
-
 RANKS = st.integers(1, 5)
+COSTS = st.integers(1, 4000)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), RANKS)
+@given(st.lists(COSTS, min_size=1, max_size=40), RANKS)
 def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks: int) -> None:
     shares = deal(costs, ranks)
-    counts = [len(share) for share in shares]
+    counts = list(map(len, shares))
     work = [sum(costs[row] for row in share) for share in shares]
-    assert sorted(row for share in shares for row in share) == list(range(len(costs)))
+    assert sorted(chain(*shares)) == list(range(len(costs)))
     assert max(counts) - min(counts) <= 1
     assert max(work) - min(work) <= max(costs)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 5)), min_size=1, max_size=20), RANKS)
+@given(st.lists(st.tuples(COSTS, st.integers(0, 5)), min_size=1, max_size=20), RANKS)
 def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks: int) -> None:
-    costs, groups = [list(column) for column in zip(*rows, strict=True)]
+    costs, groups = map(list, zip(*rows, strict=True))
     shares = deal(costs, ranks, groups)
-    assert sorted(row for share in shares for row in share) == list(range(len(costs)))
-    assert all(
-        sum(any(groups[row] == group for row in share) for share in shares) == 1
-        for group in set(groups)
-    )
+    assert sorted(chain(*shares)) == list(range(len(costs)))
+    # A group that is on two ranks is counted twice.
+    on_ranks = [{groups[row] for row in share} for share in shares]
+    assert sum(map(len, on_ranks)) == len(set(groups))
     # No rank has more work than an even share and a group.
     largest = max(sum(cost for cost, group in rows if group == number) for number in groups)
     assert max(sum(costs[row] for row in share) for share in shares) <= sum(costs) / ranks + largest
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.data())
+@given(st.data(), st.sampled_from([1, 2, 4]), st.integers(1, 4))
 def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(
-    data: st.DataObject,
+    data: st.DataObject, ranks: int, share: int
 ) -> None:
-    ranks = data.draw(st.sampled_from([1, 2, 4]))
-    share = data.draw(st.integers(1, 4))
-    batches = 2
-    count = ranks * share * batches
-    costs = data.draw(
-        st.lists(st.sampled_from([0, 0, 5, 300, 4000]), min_size=count, max_size=count)
-    )
+    """In two mini-batches, of so many rows a rank."""
+    count = 2 * share * ranks
+    costs = data.draw(st.lists(st.sampled_from([0, 5, 4000]), min_size=count, max_size=count))
     order = deal_mini_batches(costs, ranks, ranks * share)
-    assert sorted(order) == list(range(count))
-    for start in range(0, share * batches, share):
-        places = [
-            rank * share * batches + start + place
-            for rank in range(ranks)
-            for place in range(share)
-        ]
-        dealt = [order[place] for place in places]
-        assert sorted(dealt) == places
-        trains = [
-            sum(costs[row] > 0 for row in dealt[at : at + share])
-            for at in range(0, len(dealt), share)
-        ]
-        assert max(trains) - min(trains) <= 1
+    # (rank, mini-batch, place): verl gives each rank a part of the batch, which its mini-batches take in turn.
+    places = np.arange(count).reshape(ranks, 2, share)
+    for number in (0, 1):
+        dealt = np.array(order)[places[:, number]]
+        # A mini-batch keeps its responses.
+        assert sorted(dealt.flat) == sorted(places[:, number].flat)
+        trained = (np.array(costs)[dealt] > 0).sum(axis=1)
+        assert trained.max() - trained.min() <= 1
 
 
 def test_a_sequence_parallel_group_counts_once() -> None:

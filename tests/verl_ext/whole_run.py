@@ -14,11 +14,11 @@ from typing import Any
 import pandas
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grail_advantage import Method, compute_token_weights
 from grail_advantage.dump import DumpRow, read_dump
-from tests.verl_ext.parity_reward import compute_score
 
 ROOT = Path(__file__).parents[2]
 STOCK = ["tests.verl_ext.stock_run", "hydra.searchpath=[pkg://verl_cpu]", "+config=cpu"]
@@ -26,6 +26,8 @@ LIMIT = 48
 """Most response tokens."""
 ANSWER = "\\boxed{5}"
 """A token that is a whole answer."""
+GOLD = {"style": "rule", "ground_truth": "0"}
+"""What the data set says of every prompt."""
 SAID = ("stdout.txt", "stderr.txt")
 """Files of a run's folder with what it has said so far."""
 NOT_STARTED = "The current node timed out during startup"
@@ -38,6 +40,7 @@ LONGEST_RUN = 2400.0
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most responses."""
+    # Each of them is one token; every other character is its own.
     words = ("\\boxed{", ANSWER, "user", "assistant")
     tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(
@@ -58,48 +61,42 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def messages_of(number: int | str) -> list[dict[str, str]]:
+    """The prompt of a row of the data set."""
+    return [{"role": "user", "content": f"{number}+{number}"}]
+
+
 def write_assets(folder: Path, rows: int) -> None:
     """Model, tokenizer, and data of that many prompts, of which four validate."""
     tokens = tokenizer()
+    ends = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
     config = Qwen3Config(
-        **{
-            "vocab_size": len(tokens),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "head_dim": 32,
-        },
-        **{
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 128,
-            "bos_token_id": None,
-        },
-        **{
-            "eos_token_id": tokens.eos_token_id,
-            "pad_token_id": tokens.pad_token_id,
-            "dtype": "float32",
-        },
+        vocab_size=len(tokens),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        dtype="float32",
         tie_word_embeddings=False,
+        **ends,
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id, do_sample=True
-    )
+    model.generation_config = GenerationConfig(do_sample=True, **ends)
     model.save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
-    gold = {
-        "data_source": "parity",
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "0"},
-    }
-    prompts = [[{"role": "user", "content": f"{i}+{i}"}] for i in range(rows)]
-    data = [
-        {**gold, "prompt": prompt, "extra_info": {"index": i}} for i, prompt in enumerate(prompts)
-    ]
-    pandas.DataFrame(data).to_parquet(folder / "train.parquet")
-    pandas.DataFrame(data[:4]).to_parquet(folder / "val.parquet")
+    data = pandas.DataFrame({"prompt": list(map(messages_of, range(rows)))})
+    # verl's own columns.
+    data["data_source"] = "parity"
+    data["ability"] = "math"
+    data["reward_model"] = [GOLD] * rows
+    data["extra_info"] = [{"index": number} for number in range(rows)]
+    data.to_parquet(folder / "train.parquet")
+    data[:4].to_parquet(folder / "val.parquet")
 
 
 @dataclass(frozen=True)
@@ -133,49 +130,39 @@ class WholeRun:
         )
 
 
-def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
-    """GRPO's advantages of a step's responses by hand, from the rewards of ``parity_reward.py``."""
-    rewards: dict[str, list[float]] = {}
-    for row in rows:
-        text = tokenizer().decode(row.token_ids_T, skip_special_tokens=True)
-        rewards.setdefault(row.key.rsplit("_", 2)[0], []).append(
-            compute_score("", text, "")["score"]
-        )
-    of_groups = {uid: torch.tensor(values) for uid, values in rewards.items()}
-    advantages = {
-        uid: iter((values - values.mean()) / (values.std() + 1e-6))
-        for uid, values in of_groups.items()
-    }
-    return [next(advantages[row.key.rsplit("_", 2)[0]]) for row in rows]
+def advantages_of_grpo(rows: list[DumpRow]) -> list[float]:
+    """GRPO's advantages of a step's responses by hand, from their rewards."""
+    frame = pandas.DataFrame({"reward": [row.reward for row in rows]})
+    # verl puts the prompt first into a response's key.
+    groups = frame.groupby([row.key.rsplit("_", 2)[0] for row in rows])["reward"]
+    deviations = groups.transform("std") + 1e-6
+    return ((frame["reward"] - groups.transform("mean")) / deviations).tolist()
 
 
 def plain_weights(
     run: WholeRun, rows: list[DumpRow], signal: Method, **options: Any
 ) -> list[torch.Tensor]:
     """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
-    one process, each response on its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
+    one process, each response on its own padding; ``options`` go to :func:`grail_advantage.compute_token_weights`."""
     tokens = tokenizer()
-    places = []
-    width = max(len(row.prompt_ids) + len(row.token_ids_T) for row in rows)
-    ids_BL = torch.full((len(rows), width), tokens.pad_token_id)
-    valid_BL = torch.zeros_like(ids_BL)
+    prompts = [torch.tensor(row.prompt_ids).long() for row in rows]
+    responses = [torch.tensor(row.token_ids_T).long() for row in rows]
+    pairs = list(zip(prompts, responses, strict=True))
+    places = [slice(len(ids_P), len(ids_P) + len(ids_T)) for ids_P, ids_T in pairs]
+    ids_BL = pad_sequence(list(map(torch.cat, pairs)), True, tokens.pad_token_id)
+    valid_BL = pad_sequence([torch.ones(place.stop).long() for place in places], True)
     response_BL = torch.zeros_like(ids_BL)
-    for number, row in enumerate(rows):
-        place = slice(len(row.prompt_ids), len(row.prompt_ids) + len(row.token_ids_T))
-        places.append(place)
-        ids_BL[number, : place.stop] = torch.tensor([*row.prompt_ids, *row.token_ids_T])
-        valid_BL[number, : place.stop] = 1
+    for number, (row, place) in enumerate(zip(rows, places, strict=True)):
         response_BL[number, place] = torch.tensor(row.mask_T).long()
+    # A masked response has no advantage, whatever verl gave it.
     masked_B = torch.tensor([row.truncated and signal.mask_truncated for row in rows])
-    advantages_B = torch.tensor(
-        [float(max(row.base_advantage_T, key=abs)) for row in rows]
-    ).masked_fill(masked_B, 0.0)
-    arguments = (ids_BL, valid_BL, response_BL, advantages_B, signal)
-    result = compute_token_weights(
-        run.policy(rows[0].step), tokens, *arguments, masked=masked_B, **options
-    )
-    values = result.weights if isinstance(signal, Method) else result.advantages
-    return [values[number, place] for number, place in enumerate(places)]
+    advantages_B = torch.tensor([float(max(row.base_advantage_T, key=abs)) for row in rows])
+    arguments = (ids_BL, valid_BL, response_BL, advantages_B.masked_fill(masked_B, 0.0), signal)
+    policy = run.policy(rows[0].step)
+    result = compute_token_weights(policy, tokens, *arguments, masked=masked_B, **options)
+    # A method of advantages has no weights.
+    values_BL = result.weights if isinstance(signal, Method) else result.advantages
+    return [values_T[place] for values_T, place in zip(values_BL, places, strict=True)]
 
 
 def run(folder: Path, overrides: list[str], **settings: Any) -> WholeRun:
@@ -196,13 +183,18 @@ def start(
     """Train in a folder, empty or of a run that is to carry on, and say how it ended: with so many prompts, and verl's own
     configuration where it is ``stock``, else the recipe's."""
     write_assets(folder, rows)
-    recipe = [
+    entry = [
         "verl.trainer.main_ppo",
         f"--config-path={ROOT}/recipe/config",
         "--config-name=cpu_trainer",
+        f"run.folder={folder}",
+        "algorithm.norm_adv_by_std_in_grpo=True",
     ]
-    recipe += [f"run.folder={folder}", "algorithm.norm_adv_by_std_in_grpo=True"]
-    entry, new = (STOCK, "+") if stock else (recipe, "")
+    new = ""
+    if stock:
+        entry = STOCK
+        # verl's configuration knows no section of methods.
+        new = "+"
     command = [
         sys.executable,
         "-m",
@@ -228,19 +220,18 @@ def start(
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         *overrides,
     ]
-    variables_of_run = {
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-        "PYTHON": sys.executable,
-    }
-    variables_of_run |= {} if stock else {"VERL_USE_EXTERNAL_MODULES": "recipe.verl_start"}
     variables = {
         **os.environ,
         "VERL_PLATFORM": "cpu",
         "OMP_NUM_THREADS": "1",
-        **variables_of_run,
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "PYTHON": sys.executable,
         **environment,
     }
+    if not stock:
+        variables.setdefault("VERL_USE_EXTERNAL_MODULES", "recipe.verl_start")
     outputs = [folder / name for name in SAID]
+    # Ray gives up where other work has the cores; that is no fault of the run.
     for _ in range(STARTS):
         with outputs[0].open("w") as out, outputs[1].open("w") as err:
             how = {"stdout": out, "stderr": err, "timeout": LONGEST_RUN}
