@@ -205,7 +205,7 @@ def _check_types(values: Any, types: Mapping[str, Any]) -> None:
     if not isinstance(values, dict):
         raise ValueError("is no object")
     for name, kind in types.items():
-        value = values.get(name)
+        value: Any = values.get(name)
         # In JSON a float may be a whole number; one may be larger than int64, in which counts are kept.
         fits = isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))
         if not fits or (kind is int and not 0 <= value < 2**63):
