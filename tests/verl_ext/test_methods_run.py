@@ -95,6 +95,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     subprocess.run(
         [*install, "--target", str(folder / "site"), str(source)], check=True, timeout=600
     )
+    # The trainer of the page is found on PYTHONPATH.
     write_files("own_trainer.md", folder / "site")
     options = [
         (methods()[name].section, key, value)
@@ -217,6 +218,7 @@ def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
     rows = pair.resumed.dump(2)
     assert {row.key for row in rows} == verls.keys() and len(lines) == len(rows)
     text = partial(whole_run.tokenizer().decode, skip_special_tokens=True)
+    # verl's names of what the dump calls prompt, response, ground truth, reward and step.
     names = ("input", "output", "gts", "score", "step")
     for row in rows:
         texts = (text(row.prompt_ids), text(row.token_ids_T))

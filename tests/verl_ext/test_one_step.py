@@ -163,6 +163,7 @@ def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: f
     ]
     step = Step(*options)
     step.run()
+    # Sums 3 and 4 of three tokens: 7/3 a token, 7/2 a response, and the mean of 3/2 and 4 is 11/4.
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     assert step.trainer._weighed.rollouts.mean(values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
@@ -191,6 +192,7 @@ class TestLeavingOut:
         texts = [prompt + response for key, prompt, response, _ in ROWS if key[0] == "b"]
         assert step.metrics["token_weights/skipped_responses"] == 3
         assert step.metrics["token_weights/skipped_tokens"] == sum(map(len, map(encode, texts)))
+        # One of the three fills up the batch.
         padded = self.step(padding="b_1_0")
         assert padded.metrics["token_weights/skipped_responses"] == 2, "padding is not counted"
 
@@ -250,6 +252,7 @@ class TestStart:
     ) -> None:
         """verl's server takes the model's positions where rollout.max_model_len is unset; options of the model count."""
         build_tokenizer().save_pretrained(tmp_path)
+        # vLLM ends a response at these, too.
         GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
         trainer = self._trainer(tmp_path, max_model_len, max_position_embeddings=48)
         trainer._init_tokenizer()
@@ -321,6 +324,7 @@ TRUNCATED = {
 def test_what_is_truncated(case: str) -> None:
     """Of responses of at most 6 tokens to prompts of at most 3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after
     it. SGLang has one position less."""
+    # Such as vLLM, a context of 100 tokens and a prompt of one.
     engine, context, prompt = case.split()
     texts = TRUNCATED[case].split()
     rollout = {"name": engine, "prompt_length": 3, "response_length": 6}

@@ -93,6 +93,7 @@ def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(
     for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):
         assert row.weight_T == pytest.approx(weights_T.numpy(), rel=1e-4)
         assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
+    # A response with an answer has weights of many values.
     assert any(len(set(row.weight_T.tolist())) > 2 for row in rows)
     # verl's own logger begins anew: it has no line of the first step.
     (line,) = (run.folder / "metrics.jsonl").read_text().splitlines()

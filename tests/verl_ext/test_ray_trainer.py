@@ -39,6 +39,7 @@ class OlderWorkers(Workers):
         assert WRITTEN in data and ENTROPY not in data
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(data["response_mask"].sum()))
         self.optimise(self.training_worker(), data, data[PLACES][:, 0].tolist())
+        # The checkpoint of this policy is that number.
         self.updated += 1
         return tu.get_tensordict({}, non_tensor_dict={"metrics": {"mfu": [0.0]}})
 
