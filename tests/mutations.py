@@ -502,7 +502,7 @@ FAULTS = [
     Fault(
         "numbers of three digits",
         "grail_advantage/view/page.py::json_arrays",
-        "_POWERS[3 - A] => _POWERS[2 - A]",
+        "10.0 ** (3 - A) => 10.0 ** (2 - A)",
         "view/test_page.py::test_numbers_keep_four_digits_and_nothing_else_is_one",
     ),
     Fault(
@@ -515,7 +515,7 @@ FAULTS = [
         "a profile counts from the left edge",
         "grail_advantage/view/profile.py::profiles",
         "2 * A + 1 => 2 * A",
-        "view/test_page.py::test_profiles_against_a_loop_over_tokens",
+        "view/test_page.py::test_profiles_of_masked_and_short_responses",
     ),
     # Rules and formulas
     Fault(
