@@ -198,6 +198,8 @@ class Rollouts:
     mean: Callable[[Tensor, Tensor], float] = token_mean
     step: int = 0
     span: str = "last"  # which complete answer of a response counts; set by for_method()
+    # A method's own metrics of the batch, which its scores() puts here
+    figures: dict[str, float] = field(default_factory=dict, repr=False)
     known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -430,7 +432,10 @@ class Rollouts:
             advantages = advantages.float()
         advantages = advantages.masked_fill(masked, 0.0)
         # Without columns: weigh() adds those that the method says it reads, and no other.
-        return replace(self, advantages=advantages, masked=masked, columns={}, span=method.span)
+        # A new dict of figures, so that methods which see one batch do not see each other's.
+        return replace(
+            self, advantages=advantages, masked=masked, columns={}, figures={}, span=method.span
+        )
 
     def row(self, index: int) -> Row:
         """Give one response for a pass through the model."""
@@ -479,7 +484,7 @@ class Rollouts:
 
 
 # Fields of :class:`Rollouts` that its responses share, and those that are tensors.
-_SHARED = {"tokenizer", "answer", "mean", "step", "span"}
+_SHARED = {"tokenizer", "answer", "mean", "step", "span", "figures"}
 _TENSORS = {
     "mask": "flags",
     "written": "flags",

@@ -169,7 +169,9 @@ class BaseMethod(BaseModel):
     # run() must see the selected responses of a group together
     whole_groups: ClassVar[bool] = False
     ranks_entropy: ClassVar[bool] = False  # coarse values of the entropy would matter
-    metrics: ClassVar[dict[str, str]] = {}  # names and meanings of own_figures()
+    metrics: ClassVar[
+        dict[str, str]
+    ] = {}  # names and meanings of what scores() puts into Rollouts.figures
     if TYPE_CHECKING:
         span: Span  # which complete answer of a response counts; an option where answers matter
 
@@ -262,10 +264,6 @@ class BaseMethod(BaseModel):
         raise NotImplementedError(
             f"{type(self).__name__} names uses={self.uses!r} and has no run()"
         )
-
-    def own_figures(self, r: Rollouts) -> dict[str, float]:
-        """Give further metrics of a batch, by the names in :attr:`metrics`."""
-        return {}
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """Give scores (B, T), by default ``of_pass``, what :meth:`run` gave, NaN elsewhere. They are read in

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class Named(Protocol):
         """Give ``option=value``, for messages."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """It names a setting with which something does not work, or works otherwise than somebody may think."""
 
@@ -33,6 +33,7 @@ class Rule:
     because: str
     remedy: str | Callable[[Any], str]
     """A text, or a function that makes it of the settings."""
+    _: KW_ONLY
     warned: bool = False
     """Whether a run that breaks the rule starts all the same, with a warning."""
 

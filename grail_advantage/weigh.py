@@ -93,9 +93,7 @@ def weigh(
             consequence,
         )
     # The rates are of the host's advantages: in the method's what is not finite is 0.
-    metrics = {**figures(weighed, norms), **_rates(rollouts)}
-    if indices:
-        metrics.update(method.own_figures(r))
+    metrics = {**figures(weighed, norms), **_rates(rollouts), **r.figures}
     return replace(weighed, rollouts=rollouts, no_scores=_no_scores(weighed), metrics=metrics)
 
 
