@@ -1,8 +1,6 @@
 """``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network; docs/report.md reads
 it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

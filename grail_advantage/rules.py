@@ -5,8 +5,6 @@ The tables are ``verl_ext/rules.py``, ``trl_ext/rules.py`` and ``recipe/rules.py
 ``methods/biases.py``. ``scripts/docs_pages.py`` writes them into the pages.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass

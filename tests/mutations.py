@@ -416,7 +416,7 @@ TABLE = {
     },
     "grail_advantage/weigh.py::_rates": {
         # Empty responses count in rates.
-        "(A & B).sum() => A.sum()": (
+        "A.truncated[B] => A.truncated": (
             "core/test_record.py::test_responses_without_a_token_count_in_no_rate"
         ),
     },
