@@ -153,7 +153,7 @@ def test_five_arms_run_once_each_and_uniform_is_stock(
 ) -> None:
     """In the plan's order; of a second start, the run that had not ended. The two train to the same bits."""
     monkeypatch.chdir(tmp_path)
-    sizes: dict[str, Any] = {"TASKS": {"sums": five_arms.Task(64, ["1e-3"])}, "HELD_OUT": 2}
+    sizes: dict[str, object] = {"TASKS": {"sums": five_arms.Task(64, ["1e-3"])}, "HELD_OUT": 2}
     sizes["SIZE"] = five_arms.SIZE.replace("--prompts 8", "--prompts 1").replace(
         "--steps 16", "--steps 1"
     )
