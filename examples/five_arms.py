@@ -108,12 +108,12 @@ def fit_of(task: str) -> Path:
     fit = folder / "fitted.json"
     if not fit.exists():
         folder.mkdir(exist_ok=True)
-        own = f"{folder}/own.jsonl"
+        sampled = f"{folder}/own.jsonl"
         values = f"{folder}/values.jsonl"
         model = f"--model {FOLDER}/{task}_model"
         rollouts = f"{model} --length {TASKS[task].tokens} --reward {REWARD} --device cpu"
-        bench(f"sample sums {own} {rollouts} --problems 128".split())
-        bench(f"values {own} {values} {rollouts} --separator ;".split())
+        bench(f"sample sums {sampled} {rollouts} --problems 128".split())
+        bench(f"values {sampled} {values} {rollouts} --separator ;".split())
         analyze(f"{values} {model} --method entropy --out {folder}/analysis".split())
         bench(f"fit {folder}/analysis {fit}".split())
     return fit
