@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -100,10 +101,6 @@ def prepare(task: str) -> None:
 
 def fit_of(task: str) -> Path:
     """The file of the method fitted, by the values of 128 other problems' steps under the model that training starts from."""
-    # Imported here: four of the five arms need neither.
-    from bench.__main__ import main as bench
-    from grail_advantage.analyze.__main__ import main as analyze
-
     folder = FOLDER / f"{task}_fit"
     fit = folder / "fitted.json"
     if not fit.exists():
@@ -112,10 +109,14 @@ def fit_of(task: str) -> Path:
         values = f"{folder}/values.jsonl"
         model = f"--model {FOLDER}/{task}_model"
         rollouts = f"{model} --length {TASKS[task].tokens} --reward {REWARD} --device cpu"
-        bench(f"sample sums {sampled} {rollouts} --problems 128".split())
-        bench(f"values {sampled} {values} {rollouts} --separator ;".split())
-        analyze(f"{values} {model} --method entropy --out {folder}/analysis".split())
-        bench(f"fit {folder}/analysis {fit}".split())
+        commands = [
+            f"bench sample sums {sampled} {rollouts} --problems 128",
+            f"bench values {sampled} {values} {rollouts} --separator ;",
+            f"grail_advantage.analyze {values} {model} --method entropy --out {folder}/analysis",
+            f"bench fit {folder}/analysis {fit}",
+        ]
+        for command in commands:
+            subprocess.run([sys.executable, "-m", *command.split()], check=True)
     return fit
 
 
