@@ -337,9 +337,9 @@ TABLE = {
             "core/test_hooks.py::test_logits_of_half_precision_are_divided_in_float32"
         ),
     },
-    "grail_advantage/receipt/check.py::_receipt": {
+    "grail_advantage/receipt/check.py::Comparison.receipt": {
         # The smallest factor that is seen.
-        "1 + 2 * arrived.precision => 1 + arrived.precision": (
+        "1 + 2 * self.precision => 1 + self.precision": (
             "core/test_receipt.py::test_the_smallest_factor_that_is_seen"
         ),
     },

@@ -59,6 +59,6 @@ def main(argv: list[str] | None = None) -> int:
         argv,
         read=read,
         called=called,
-        remedy=lambda path: remedy,
+        remedy=remedy,
         rollout=lambda *key: names.get(key),
     )
