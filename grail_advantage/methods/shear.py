@@ -121,7 +121,7 @@ def sinkhorn_distance(
     log_a = a.log()
     log_b = b.log()
     # 0, and no mass for columns of padding.
-    v = in_columns.log()
+    v = in_columns.to(cost.dtype).log()
     distance = torch.full_like(unit, torch.nan)
     unfinished = torch.arange(count, device=cost.device)
     for step in range(1, iterations + 1):
