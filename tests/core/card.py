@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -71,43 +71,35 @@ class _Card(TorchDispatchMode):
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = str(func)
-    arguments = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    of_card = [isinstance(value, OnCard) for value in arguments]
-    is_on_card = any(of_card)
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    cards = [isinstance(value, OnCard) for value in tensors]
+    is_on_card = any(cards)
     # A tensor that is made: on the device that is named.
     if kwargs.get("device") is not None:
         is_on_card = torch.device(kwargs["device"]).type == DEVICE.type
         kwargs["device"] = torch.device("cpu")
     if name.startswith("aten.copy_"):
-        is_on_card = of_card[0]
-    elif any(of_card) and not name.startswith(COPIES):
-        alien = [
-            value for value, mine in zip(arguments, of_card, strict=True) if not mine and value.ndim
-        ]
-        if alien and not (name.startswith(INDEXING) and of_card[0]):
+        is_on_card = cards[0]
+    elif any(cards) and not name.startswith(COPIES):
+        # A number of the CPU mixes with every device.
+        is_alien = any(not isinstance(value, OnCard) and value.ndim for value in tensors)
+        if is_alien and not (name.startswith(INDEXING) and cards[0]):
             raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU")
-    plain = tree_map(
-        lambda value: value.of_cpu if isinstance(value, OnCard) else value, (args, kwargs)
-    )
+    plain_args, plain_kwargs = tree_map_only(OnCard, lambda value: value.of_cpu, (args, kwargs))
     # The arithmetic is the CPU's.
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*plain[0], **plain[1])
+        result = func(*plain_args, **plain_kwargs)
     if not is_on_card:
         return result
-    if any(
-        isinstance(value, torch.Tensor) and value.dtype == torch.float64
-        for value in tree_leaves(result)
-    ):
-        raise TypeError(f"{name}: {DEVICE} has no float64")
-    same = {
-        id(value.of_cpu): value for value in arguments if isinstance(value, OnCard)
-    }  # of an operation in place
-    return tree_map(
-        lambda value: (
-            same.get(id(value), OnCard(value)) if isinstance(value, torch.Tensor) else value
-        ),
-        result,
-    )
+    # An operation in place gives its argument.
+    same = {id(value.of_cpu): value for value in tensors if isinstance(value, OnCard)}
+
+    def to_card(value: torch.Tensor) -> OnCard:
+        if value.dtype == torch.float64:
+            raise TypeError(f"{name}: {DEVICE} has no float64")
+        return same[id(value)] if id(value) in same else OnCard(value)
+
+    return tree_map_only(torch.Tensor, to_card, result)
 
 
 @contextmanager

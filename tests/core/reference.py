@@ -12,6 +12,7 @@ import copy
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -107,32 +108,25 @@ class PlainModel:
         # Transformers puts the normed output into hidden_states[n]; with the norm in the head it is the last block's own.
         self.model.lm_head = torch.nn.Sequential(self.model.model.norm, self.model.lm_head)
         self.model.model.norm = torch.nn.Identity()
-        self.known: dict[tuple, list[float]] = {}
+        self.scores = cache(self._scores)
 
-    def scores(
+    def _scores(
         self,
-        ids: list[int],
-        attention: list[int],
-        targets: list[int],
+        ids: tuple[int, ...],
+        attention: tuple[int, ...],
+        targets: tuple[int, ...],
         leaf: str,
         temperature: float,
     ) -> list[float]:
         """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
-        key = (tuple(ids), tuple(attention), tuple(targets), leaf, temperature)
-        if key in self.known:
-            return self.known[key]
-        places = torch.tensor(
-            [[max(sum(attention[: place + 1]) - 1, 0) for place in range(len(ids))]]
+        embeds = self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_()
+        output = self.model(
+            inputs_embeds=embeds,
+            attention_mask=torch.tensor([attention]),
+            position_ids=torch.tensor([attention]).cumsum(-1).sub(1).clamp(min=0),
+            use_cache=False,
+            output_hidden_states=True,
         )
-        embeds = (
-            self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
-        )
-        arguments = {
-            "attention_mask": torch.tensor([attention]),
-            "position_ids": places,
-            "use_cache": False,
-        }
-        output = self.model(inputs_embeds=embeds, output_hidden_states=True, **arguments)
         blocks = len(self.model.model.layers)
         assert len(output.hidden_states) == blocks + 1
         assert output.logits.shape[1] == len(ids)
@@ -140,14 +134,11 @@ class PlainModel:
         hidden = embeds if index == 0 else output.hidden_states[index]
         loss = torch.zeros((), dtype=torch.float64)
         for target in targets:
+            # A token is predicted at the position before it.
             scaled = output.logits[0, target - 1] / temperature
             loss = loss - (scaled[ids[target]] - torch.logsumexp(scaled, dim=-1))
         (gradient,) = torch.autograd.grad(loss, hidden)
-        self.known[key] = [
-            math.sqrt(math.fsum((g * h) ** 2 for g, h in zip(of_gradient, of_hidden, strict=True)))
-            for of_gradient, of_hidden in zip(gradient[0].tolist(), hidden[0].tolist(), strict=True)
-        ]
-        return self.known[key]
+        return (gradient * hidden)[0].norm(dim=-1).tolist()
 
 
 def row_weights(
@@ -194,29 +185,29 @@ def reference_weights(
 ) -> ReferenceResult:
     """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character, `boxes` finds answers."""
     result = ReferenceResult([], [], [])
-    for ids, attention, mask, advantage in zip(
-        input_ids, attention_mask, response_mask, advantages, strict=True
-    ):
+    rows = zip(input_ids, attention_mask, response_mask, advantages, strict=True)
+    for ids, attention, mask, advantage in rows:
         positions = [p for p in range(len(ids)) if mask[p] == 1]
         spans = boxes("".join(characters[ids[p]] for p in positions)) or [None]
         span = spans[0 if options["span"] == "first" else -1]
         token_scores = [math.nan] * len(positions)
         if span is not None:
-            first = span[0]
-            past = span[3]
-            if options["target"] == "content" and span[1] < span[2]:
-                first = span[1]
-                past = span[2]
-            targets = [positions[t] for t in range(first, past)]
-            at_position = model.scores(ids, attention, targets, options["leaf"], temperature)
-            shift = 1 if options["alignment"] == "predictor" else 0
+            first, content_start, content_end, past = span
+            if options["target"] == "content" and content_start < content_end:
+                first = content_start
+                past = content_end
+            # Positions of the padded row, where the answer's tokens are.
+            targets = tuple(positions[first:past])
+            at_position = model.scores(
+                tuple(ids), tuple(attention), targets, options["leaf"], temperature
+            )
+            shift = {"predictor": 1, "token": 0}[options["alignment"]]
             token_scores = [at_position[p - shift] for p in positions]
         token_weights = row_weights(token_scores, span, advantage, options)
-        for values, of_tokens, elsewhere in (
-            (result.weights, token_weights, 0.0),
-            (result.scores, token_scores, math.nan),
-        ):
-            at = dict(zip(positions, of_tokens, strict=True))
-            values.append([at.get(p, elsewhere) for p in range(len(ids))])
+        result.weights.append([0.0] * len(ids))
+        result.scores.append([math.nan] * len(ids))
+        for p, weight, score in zip(positions, token_weights, token_scores, strict=True):
+            result.weights[-1][p] = weight
+            result.scores[-1][p] = score
         result.spans.append(span)
     return result

@@ -3,7 +3,7 @@ batch, however odd. A new method and a new option are tested once they are there
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -14,17 +14,14 @@ import pytest
 import torch
 
 from grail_advantage.api import PlainHost
+from grail_advantage.check import part
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, Weighed
-from grail_advantage.maps import MAPS
 from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.weigh import weigh
-from tests.core.common import FITTED, METHODS, rollouts_of
+from tests.core.common import FITTED, MAPS, METHODS, rollouts_of
 from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import encode, tiny_model
 
-OWN_MAPS = [
-    name for name, entry in MAPS.items() if entry.function.__module__.startswith("grail_advantage.")
-]
 Options = dict[str, Any]
 
 SAID = [  # prompt, advantage, and a text of which a tool wrote what is in brackets, with its rewards
@@ -44,19 +41,19 @@ CUT_OFF = 5
 @cache
 def batch() -> Rollouts:
     """All that any method reads."""
-    trained = []
-    for _, _, text, _ in SAID:
-        inside = list(
-            itertools.accumulate(text, lambda depth, c: depth + (c == "[") - (c == "]"), initial=0)
-        )
-        trained.append([not depth and c != "]" for depth, c in zip(inside[1:], text, strict=True)])
+    # What a tool wrote becomes as many blanks in the pattern.
+    trained = [
+        [c != " " for c in re.sub(r"\[.*?\]", lambda m: " " * len(m[0]), text.replace(" ", "."))]
+        for _, _, text, _ in SAID
+    ]
     r = rollouts_of(
         [encode(text) for _, _, text, _ in SAID],
         [advantage for _, advantage, _, _ in SAID],
         trained,
         known_spans={},
         tokenizer=tiny_tokenizer(),
-        groups=torch.tensor([prompt for prompt, *_ in SAID]),
+        # Four responses to each of two prompts.
+        groups=torch.arange(8) // 4,
         rewards=torch.tensor([advantage + 0.5 for _, advantage, _, _ in SAID]),
         fields={
             "tool_rewards": [rewards for *_, rewards in SAID],
@@ -69,10 +66,9 @@ def batch() -> Rollouts:
         step=1,
     )
     draw = torch.Generator().manual_seed(0)
-    low, high = torch.rand((2, *r.mask.shape), generator=draw).unbind()
-    return replace(
-        r, columns={OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high, REF_LOG_PROBS: -2 * high}
-    )
+    low, high = torch.rand((2, *r.mask.shape), generator=draw)
+    columns = {OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high, REF_LOG_PROBS: -2 * high}
+    return replace(r, columns=columns)
 
 
 COLUMNS = {"reward_model": {"style": "rule", "ground_truth": "4"}, "solution": "2 and 2 are 4"}
@@ -130,8 +126,8 @@ CONTEXTS: dict[str, list[Options]] = {
     "align": [{"rewards": "a_turn"}],
 }
 """Other options with which one does something, by its name: the first that fits counts."""
-TEXTS: dict[str, list[Any]] = {
-    "reshaper": OWN_MAPS,
+VALUES: dict[str, list[Any]] = {
+    "reshaper": MAPS,
     "reshaper_options": [
         {"beta": 0.5},
         {"exponent": 3.0},
@@ -145,35 +141,32 @@ TEXTS: dict[str, list[Any]] = {
     "privileged_column": ["solution"],
     "request": ["Say {privileged}."],
     "file": [FITTED["file"]],
-}
-ODD_NUMBERS = {
+    # Numbers that the bounds alone do not tell.
     "gamma": [0.0, 0.5],
     "rho": [0.01, 0.5, 1.0],
     "threshold": [1e-3, 0.1],
     "lam_steps": [2],
     "noise_seed": [1],
+    "max_perturbations": [1, 3],
+    "iterations": [1, 30],
+    "window": [4, 30],
+    "stride": [2, 8],
+    "content_weight": [0.0, 3.0],
 }
-ODD_NUMBERS["max_perturbations"] = [1, 3]
-ODD_NUMBERS["iterations"] = [1, 30]
-ODD_NUMBERS["window"] = [4, 30]
-ODD_NUMBERS["stride"] = [2, 8]
-ODD_NUMBERS["content_weight"] = [0.0, 3.0]
-
-
 OF_THE_OTHER = {("oar_p", "noise_std"), ("oar_p", "noise_seed"), ("oar_g", "max_perturbations")}
 """The two methods share a section, which may hold what the other one reads: that is warned of."""
 
 
 def values_of(name: str, option: str) -> list[Any]:
     """Values of an option that its type and its bounds allow."""
+    if option in VALUES:
+        return VALUES[option]
     schema = methods()[name].model_json_schema()["properties"][option]
-    kinds = schema.get("anyOf", [schema])
-    if option in TEXTS | ODD_NUMBERS:
-        return (TEXTS | ODD_NUMBERS)[option]
     values: list[Any] = []
-    for kind in kinds:
+    for kind in schema.get("anyOf", [schema]):
         values += kind.get("enum", [])
-        values += [kind["const"]] if "const" in kind else []
+        if "const" in kind:
+            values.append(kind["const"])
         if kind.get("type") == "boolean":
             values += [False, True]
         if kind.get("type") in ("number", "integer"):
@@ -192,12 +185,13 @@ def options_of(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def built(name: str, options: Options) -> BaseMethod | None:
-    shared = {
-        option: value for option, value in options.items() if option in methods()[name].model_fields
-    }
-    shared = FITTED | shared if name == "fitted" else shared
+    """The method with those of the options that it has; None where it refuses them."""
+    # Contexts are for several methods; each takes what it has.
+    options = FITTED | options
     try:
-        return build(name, shared)
+        return build(
+            name, {key: options[key] for key in options.keys() & methods()[name].model_fields}
+        )
     except ValueError:
         return None
 
@@ -211,15 +205,15 @@ def test_every_value_changes_a_number_or_is_refused(name: str) -> None:
         for context in CONTEXTS.get(option, [{}]):
             plain = built(name, context)
             changed = built(name, context | {option: value})
-            if plain is None or changed is None or changed == plain:
-                changes.append(True)  # it is refused, or the default
-            else:
-                actual = weigh_batch(changed)
-                expected = weigh_batch(plain)
-                same = torch.equal(actual.weights, expected.weights) and torch.equal(
-                    actual.advantages, expected.advantages
+            # It is refused, or the default.
+            is_seen = plain is None or changed is None or changed == plain
+            if not is_seen:
+                results = [weigh_batch(method) for method in (changed, plain)]
+                is_seen = any(
+                    not torch.equal(*(getattr(w, part) for w in results))
+                    for part in ("weights", "advantages")
                 )
-                changes.append(not same)
+            changes.append(is_seen)
         if not any(changes) and (name, option) not in OF_THE_OTHER:
             idle.append(f"{option}={value!r}")
     assert not idle
@@ -227,66 +221,43 @@ def test_every_value_changes_a_number_or_is_refused(name: str) -> None:
 
 def odd_batches() -> Iterator[Rollouts]:
     """No answer, an answer at the start of every response, no response, none that trains, all advantages 0, a single
-    response, and all of them empty."""
+    response, all of them empty, and tokens that train in answers alone."""
     r = batch()
-    starts = rollouts_of([encode(r"\boxed{4} it is")] * 4, [1.0, -1.0, 0.5, -0.5]).responses
-    yield replace(r, **without_answers(r))
-    yield replace(part(r, range(4)), responses=starts, **columns_like(starts), known_spans={})
+    nothing = [None] * len(r)
+    yield replace(r, known_spans={"first": nothing, "last": nothing})
+    yield with_responses([torch.tensor(encode(r"\boxed{4} it is"))] * 4)
     yield part(r, range(0))
     yield replace(r, mask=torch.zeros_like(r.mask))
     yield replace(r, advantages=torch.zeros_like(r.advantages))
     yield part(r, [1])
-    yield part(
-        replace(
-            r,
-            responses=[row[:0] for row in r.responses],
-            **columns_like([row[:0] for row in r.responses]),
-        ),
-        range(4),
-    )
-    only_answers = torch.zeros_like(r.mask)
-    for row, span in zip(only_answers, r.spans("last"), strict=True):
-        row[span.start if span else 0 :] = True
-    yield replace(r, mask=r.mask & only_answers)
+    yield with_responses([torch.tensor([], dtype=torch.int64)] * 4)
+    yield replace(r, mask=r.mask & ~r.reasoning)
 
 
-def part(r: Rollouts, rows: Any) -> Rollouts:
-    return replace(r.part(list(rows)), tokenizer=r.tokenizer)
-
-
-def without_answers(r: Rollouts) -> Options:
-    spans = [None] * len(r)
-    return {"known_spans": {"first": spans, "last": spans}}
-
-
-def columns_like(responses: Any) -> Options:
-    """Masks and columns of responses of these lengths."""
-    width = max(map(len, responses), default=0)
-    mask = torch.arange(width) < torch.tensor([[len(row)] for row in responses])
-    columns = {
-        name: torch.full(mask.shape, sign * 0.5)
-        for name, sign in ((OLD_LOG_PROBS, -1), (ENTROPY, 1), (REF_LOG_PROBS, -1))
-    }
-    return {"mask": mask, "written": mask, "columns": columns}
+def with_responses(responses: list[torch.Tensor]) -> Rollouts:
+    """The first responses of the batch with other tokens."""
+    mask = torch.ones(len(responses), len(responses[0]), dtype=torch.bool)
+    signs = {OLD_LOG_PROBS: -0.5, ENTROPY: 0.5, REF_LOG_PROBS: -0.5}
+    columns = {name: torch.full(mask.shape, value) for name, value in signs.items()}
+    r = part(batch(), range(len(responses)))
+    return replace(r, responses=responses, mask=mask, written=mask, columns=columns, known_spans={})
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_value_ends_an_odd_batch(name: str) -> None:
     for number, r in enumerate(odd_batches()):
         for option, value in options_of(name):
-            for context in CONTEXTS.get(option, [{}])[-1:]:
-                method = built(name, context | {option: value})
-                if method is not None and not (method.uses and number % 3):  # a pass takes its time
-                    try:
-                        w = weigh(r, method, host(r))
-                    except ValueError as error:  # a list of rewards that fits no turns
-                        assert "rewards=" in str(error), (number, option, value)
-                        continue
-                    assert w.weights.isfinite().all() and w.advantages.isfinite().all(), (
-                        number,
-                        option,
-                        value,
-                    )
+            context = CONTEXTS.get(option, [{}])[-1]
+            method = built(name, context | {option: value})
+            if method is None or (method.uses and number % 3):  # a pass takes its time
+                continue
+            try:
+                w = weigh(r, method, host(r))
+            except ValueError as error:  # a list of rewards that fits no turns
+                assert "rewards=" in str(error), (number, option, value)
+                continue
+            is_finite = w.weights.isfinite().all() and w.advantages.isfinite().all()
+            assert is_finite, (number, option, value)
 
 
 def test_an_option_of_the_other_method_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -313,16 +284,12 @@ def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str)
 def test_numbers_of_numpy_are_numbers() -> None:
     """As a search of settings gives them."""
     assert build("stare", {"share": np.float32(0.25)}).share == 0.25
-    method = build(
-        "shear", {"window": np.int64(8), "stride": np.int32(4), "mask_truncated": np.bool_(False)}
-    )
+    options = {"window": np.int64(8), "stride": np.int32(4), "mask_truncated": np.bool_(False)}
+    method = build("shear", options)
     assert method == build("shear", {"window": 8, "stride": 4, "mask_truncated": False})
     # Not numpy's: it goes into range() and into files.
     assert type(method.window) is int
-    top = build(
-        "entropy",
-        {"reshaper": "top", "reshaper_options": {"k": np.int64(2)}, "gate": np.str_("all")},
-    )
-    assert top.gate == "all"
+    assert build("entropy", {"reshaper": "top", "reshaper_options": {"k": np.int64(2)}})
+    assert build("entropy", {"gate": np.str_("wrong")}).gate == "wrong"
     with pytest.raises(ValueError, match="window"):
         build("shear", {"window": np.float64(8.5)})

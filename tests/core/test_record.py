@@ -42,89 +42,84 @@ def test_numbers_of_a_method_are_those_of_the_function(
     rows: list[dict[str, Any]], name: str
 ) -> None:
     pairs = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
-    batch = make_batch(
-        [Rollout(response.prompt, response.text, advantage) for response, advantage in pairs],
-        "right",
-    )
+    texts = [Rollout(response.prompt, response.text, advantage) for response, advantage in pairs]
+    batch = make_batch(texts, "right")
     mask = batch.response_mask.bool()
+    written = [wrote for response in hosts.RESPONSES for wrote in response.written]
+    mask[mask.clone()] = torch.tensor(written)
     rollouts = hosts.plain_rollouts()
-    mask[mask.clone()] = torch.tensor(
-        [wrote for response in hosts.RESPONSES for wrote in response.written]
-    )
     method = hosts.signal_of(name)
-    parts = {
-        "temperature": hosts.TEMPERATURE,
-        "groups": rollouts.groups,
-        "rewards": rollouts.rewards,
-    }
-    parts["fields"] = dict(rollouts.fields)
-    parts["masked"] = rollouts.truncated if method.mask_truncated else None
-    arguments = (batch.input_ids, batch.attention_mask, mask, batch.advantages, method)
-    result = compute_token_weights(tiny_model(), char_tokenizer(), *arguments, **parts)
+    result = compute_token_weights(
+        tiny_model(),
+        char_tokenizer(),
+        batch.input_ids,
+        batch.attention_mask,
+        mask,
+        batch.advantages,
+        method,
+        temperature=hosts.TEMPERATURE,
+        groups=rollouts.groups,
+        rewards=rollouts.rewards,
+        fields=rollouts.fields,
+        masked=rollouts.truncated if method.mask_truncated else None,
+    )
     for number, row in enumerate(rows):
-        (columns,) = [of_method for of_method in row["methods"] if of_method["name"] == name]
-        of_run = row if name == NAMES[0] else columns
+        (columns,) = [entry for entry in row["methods"] if entry["name"] == name]
+        # The methods of turns give advantages, and no weights.
         assert name not in ("step_values", "turn_rloo") or columns["advantage"] is not None
-        for column, values in (
-            ("score", result.scores),
-            ("weight", result.weights),
-            ("advantage", result.advantages),
-        ):
-            expected = values[number, mask[number]].numpy()
-            for values_of_row in (of_run[column], columns[column]):
-                if values_of_row is not None:
-                    values_of_row = np.float32(values_of_row)[np.array(row["mask"])]
+        records = [columns, row] if name == NAMES[0] else [columns]
+        for column in ("score", "weight", "advantage"):
+            expected = getattr(result, f"{column}s")[number, mask[number]].numpy()
+            for record in records:
+                if record[column] is not None:
+                    values = np.float32(record[column])[np.array(row["mask"])]
                     np.testing.assert_allclose(
-                        values_of_row, expected, rtol=2e-4, atol=1e-5, err_msg=column
+                        values, expected, rtol=2e-4, atol=1e-5, err_msg=column
                     )
 
 
 def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]]) -> None:
     for response, row in zip(hosts.RESPONSES, rows, strict=True):
-        columns = plain_columns(
-            tiny_model(), encode(response.prompt), response.ids, hosts.TEMPERATURE
-        )
+        prompt = encode(response.prompt)
+        columns = plain_columns(tiny_model(), prompt, response.ids, hosts.TEMPERATURE)
         for name, values in zip(("old_log_prob", "entropy"), columns, strict=True):
-            expected = [
-                value if wrote else math.nan
-                for value, wrote in zip(values, response.written, strict=True)
-            ]
+            # A tool's tokens have none.
+            expected = np.where(response.written, values, math.nan)
             assert row[name] == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
 def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
-    for number, (response, advantage, row) in enumerate(
-        zip(hosts.RESPONSES, hosts.ADVANTAGES, rows, strict=True)
-    ):
-        assert (row["row"], row["group"], row["key"]) == (
-            number,
-            number // hosts.GROUP_SIZE,
-            str(number),
-        )
-        assert (row["prompt"], row["response"]) == (
-            response.prompt,
-            response.text.removesuffix("<end>"),
-        )
-        assert (row["prompt_ids"], row["token_ids"]) == (encode(response.prompt), response.ids)
-        assert "".join(row["tokens"]) == row["response"] and len(row["tokens"]) == len(response.ids)
-        assert row["mask"] == response.written and row["truncated"] == (number == hosts.TRUNCATED)
+    responses = zip(hosts.RESPONSES, hosts.ADVANTAGES, rows, strict=True)
+    for number, (response, advantage, row) in enumerate(responses):
         base = advantage if math.isfinite(advantage) else 0.0
-        assert row["base_advantage"] == [base if wrote else 0.0 for wrote in response.written]
+        facts = {
+            "row": number,
+            "group": number // hosts.GROUP_SIZE,
+            "key": str(number),
+            "prompt": response.prompt,
+            "response": response.text.removesuffix("<end>"),
+            "prompt_ids": encode(response.prompt),
+            "token_ids": response.ids,
+            "mask": response.written,
+            "truncated": number == hosts.TRUNCATED,
+            "base_advantage": [base if wrote else 0.0 for wrote in response.written],
+        }
+        assert {name: row[name] for name in facts} == facts
+        assert "".join(row["tokens"]) == row["response"] and len(row["tokens"]) == len(response.ids)
         if "\\boxed{" in response.text:
-            start = response.text.index("\\boxed{")  # official takes the first
-            assert row["span"][0] == start and response.text[row["span"][1] :].startswith(
-                row["answer"]
-            )
+            # The preset official takes the first answer.
+            start, content_start = row["span"][:2]
+            assert start == response.text.index("\\boxed{")
+            assert response.text[content_start:].startswith(row["answer"])
     assert [row["answer"] for row in rows] == ["6", "5", "4", None, "5", "9", "6", "8", "1", "42"]
     outside = "outside the gate"
     none = "no answer"
     zero = "advantage 0"
     reasons = [None, outside, None, none, zero, "truncated", None, outside, zero, None]
     assert [row["no_scores"] for row in rows] == reasons
-    tool = [hosts.RESPONSES[-1].text.index("["), hosts.RESPONSES[-1].text.index("]") + 2]
-    assert rows[-1]["labels"] == f'{{"tool": [{tool}]}}' and {
-        row["labels"] for row in rows[:-1]
-    } == {None}
+    text = hosts.RESPONSES[-1].text
+    tool = [text.index("["), text.index("]") + 2]
+    assert [row["labels"] for row in rows] == [None] * 9 + [f'{{"tool": [{tool}]}}']
 
 
 def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other() -> None:
@@ -133,13 +128,9 @@ def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other() -
     advantages[hosts.TRUNCATED] = 0
     rollouts = hosts.plain_rollouts(advantages=advantages)
     host = PlainHost(tiny_model(), rollouts)
-    reasons = {
-        masks: weigh(rollouts, hosts.signal_of("surprisal", mask_truncated=masks), host).no_scores[
-            hosts.TRUNCATED
-        ]
-        for masks in (True, False)
-    }
-    assert reasons == {True: "truncated", False: "advantage 0"}
+    for masks, reason in ((True, "truncated"), (False, "advantage 0")):
+        method = hosts.signal_of("surprisal", mask_truncated=masks)
+        assert weigh(rollouts, method, host).no_scores[hosts.TRUNCATED] == reason
 
 
 def test_responses_without_a_token_count_in_no_rate() -> None:
@@ -150,15 +141,12 @@ def test_responses_without_a_token_count_in_no_rate() -> None:
         written = rollouts.written.clone()
         written[list(empty)] = False
         rollouts = replace(rollouts, mask=rollouts.mask & written, written=written)
-        metrics = weigh(
-            rollouts, hosts.signal_of("uniform"), PlainHost(tiny_model(), rollouts)
-        ).metrics
+        host = PlainHost(tiny_model(), rollouts)
+        metrics = weigh(rollouts, hosts.signal_of("uniform"), host).metrics
         return metrics["truncated_rate"], metrics["unjudged_rate"]
 
-    (unjudged, *_) = (
-        row for row, advantage in enumerate(hosts.ADVANTAGES) if math.isnan(advantage)
-    )
-    truncated = hosts.TRUNCATED
+    unjudged = [math.isfinite(advantage) for advantage in hosts.ADVANTAGES].index(False)
+    # Of ten responses one is truncated, and two have no usable advantage.
     assert rates() == (1 / hosts.COUNT, 2 / hosts.COUNT)
     assert rates(unjudged) == (1 / (hosts.COUNT - 1), 1 / (hosts.COUNT - 1))
-    assert rates(unjudged, truncated) == (0, 1 / (hosts.COUNT - 2))
+    assert rates(unjudged, hosts.TRUNCATED) == (0, 1 / (hosts.COUNT - 2))

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +26,7 @@ from grail_advantage.methods.saliency import Saliency
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.weigh import weigh
 from tests.core import plain_weights, reference
-from tests.core.common import MAPS as OURS
+from tests.core.common import MAPS as MAP_NAMES
 from tests.core.common import Given, few, rollouts_of, weighed
 from tests.core.plain_weights import Row as Columns
 from tests.core.plain_weights import batch_of, close, random_rows, weights_of
@@ -70,12 +69,8 @@ def run(
     **body: Any,
 ) -> Weighed:
     """By a class with other parts, which chooses these responses."""
-    body_by_default = {
-        "select": lambda self, r: torch.tensor(chosen),
-        "names": {"doubled": {}},
-        "uses": "logits",
-    }
-    return weighed(type("Chosen", (base,), body_by_default | body)(), r, torch.as_tensor(scores))
+    parts = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}}
+    return weighed(type("Chosen", (base,), parts | body)(), r, torch.as_tensor(scores))
 
 
 def maps_to(values: torch.Tensor, **bounds: float) -> dict[str, Any]:
@@ -106,33 +101,20 @@ def test_weights_before_the_answer_and_elsewhere() -> None:
     assert w.low.tolist() == [[True, False, False, False], *nothing]
     assert w.high.tolist() == [[False, True, False, False], *nothing]
     assert torch.equal(w.advantages, w.weights * FOUR.advantages[:, None])
-    w = run(torch.full((1, 3), 5.0), rollouts([3], [None], [-1.0]), [True])
-    assert w.weights.tolist() == [[1.0] * 3] and not w.by_score.any() and not w.failed.any(), (
-        "without an answer"
-    )
-    for elsewhere in (0.0, 1.0, 2.0):
-        w = run(
-            torch.ones(4, 4), FOUR, CHOSEN, **maps_to(torch.full((4, 4), 3.0), elsewhere=elsewhere)
-        )
-        assert w.weights[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
+    without_answer = run(torch.full((1, 3), 5.0), rollouts([3], [None], [-1.0]), [True])
+    assert without_answer.weights.tolist() == [[1.0] * 3]
+    assert not without_answer.by_score.any() and not without_answer.failed.any()
 
 
 def test_what_a_map_may_give() -> None:
     """Weights that are not finite fall back to 1; 0 is one; what is not read may be anything."""
-    w = run(
-        torch.ones(4, 4),
-        FOUR,
-        CHOSEN,
-        **maps_to(torch.tensor([[2.0, NAN, 1, 1], [NAN] * 4, [1] * 4, [NAN] * 4])),
-    )
+    # Response 1 reads none of its weights, response 3 is not chosen.
+    values = torch.tensor([[2.0, NAN, 1, 1], [NAN] * 4, [1] * 4, [NAN] * 4])
+    w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(values))
     assert torch.equal(w.weights, FOUR.mask.float())
-    assert w.failed.tolist() == [True, False, False, False], "response 1 reads none of them"
-    w = run(
-        torch.ones(4, 4),
-        FOUR,
-        CHOSEN,
-        **maps_to(torch.tensor([[0, 2.0, -1, -1], [-1] * 4, [1] * 4, [-1] * 4])),
-    )
+    assert w.failed.tolist() == [True, False, False, False]
+    values = torch.tensor([[0, 2.0, -1, -1], [-1] * 4, [1] * 4, [-1] * 4])
+    w = run(torch.ones(4, 4), FOUR, CHOSEN, **maps_to(values))
     assert w.weights.tolist() == [[0.0, 2.0, 1.0, 1.0], *ONES]
 
 
@@ -140,27 +122,21 @@ def test_given_advantages() -> None:
     """Response 1 has a score that is not finite, response 2 is not selected, response 3 does not train."""
     r = rollouts([3, 3, 2, 3], [None] * 4, [1.0, 2.0, 3.0, 4.0], masked=torch.tensor([0, 0, 0, 1]))
     scores = [[-5.0, 0.0, 6.0], [1.0, NAN, 1.0], [9.0] * 3, [8.0] * 3]
-    w = run(scores, r, [True, True, False, True], Advantages)
-    assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
-    assert torch.equal(w.weights, r.mask.float()) and w.failed.tolist() == [
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert (
-        w.by_score.tolist() == [[True] * 3, *[[False] * 3] * 3]
-        and not w.low.any()
-        and not w.high.any()
-    )
-    w = run(scores, r, [True, True, False, True], Advantages, non_finite_trains=False)
-    assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [0.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
+    chosen = [True, True, False, True]
+    # The scores themselves, else the response's own advantage.
+    w = run(scores, r, chosen, Advantages)
+    rest = [[3.0, 3.0, 0.0], [0.0] * 3]
+    assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [2.0] * 3, *rest]
+    assert torch.equal(w.weights, r.mask.float())
+    assert w.failed.tolist() == [False, True, False, True]
+    assert w.by_score.tolist() == [[True] * 3, *[[False] * 3] * 3]
+    assert not w.low.any() and not w.high.any()
+    # Response 1 now trains nothing.
+    w = run(scores, r, chosen, Advantages, non_finite_trains=False)
+    assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [0.0] * 3, *rest]
     # Nobody is chosen: GRPO.
     w = run(scores, r, [False] * 4, Advantages)
-    assert (
-        w.advantages.tolist() == [[1.0] * 3, [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
-        and not w.by_score.any()
-    )
+    assert w.advantages.tolist() == [[1.0] * 3, [2.0] * 3, *rest]
 
 
 class OfRows(Given):
@@ -171,16 +147,15 @@ class OfRows(Given):
 
 
 def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
-    body = {"scores": lambda self, r, of_pass: of_pass.double() * len(r.responses)}
+    body = {"scores": lambda self, r, of_pass: of_pass.double() * len(r)}
     w = run(torch.arange(16.0).reshape(4, 4), FOUR, [False, True, True, False], **body)
-    expected = torch.tensor(
-        [[NAN] * 4, [16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN], [NAN] * 4]
-    )
-    torch.testing.assert_close(w.scores, expected, equal_nan=True, rtol=0, atol=0)
+    # Of four responses each number is fourfold; response 2 has three tokens.
+    chosen = torch.tensor([[16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN]])
+    torch.testing.assert_close(w.scores[1:3], chosen, equal_nan=True, rtol=0, atol=0)
+    assert w.scores[[0, 3]].isnan().all()
     w = weigh(FOUR, Doubled(statistics="response"), OfRows(torch.tensor([4.0, 2.0])))
-    torch.testing.assert_close(
-        w.scores, torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4), equal_nan=True
-    )
+    expected = torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4)
+    torch.testing.assert_close(w.scores, expected, equal_nan=True)
     with pytest.raises(ValueError, match=r"^doubled: .* 4 scores for a response of 3 tokens"):
         weigh(FOUR, Doubled(), OfRows(torch.zeros(4)))
 
@@ -218,22 +193,22 @@ def test_grail_of_random_batches_against_the_plain_computation(
     rows = random_rows(seed)
     draw = torch.Generator().manual_seed(seed)
     r = batch_of(rows)
-    zero = torch.rand(r.mask.shape, generator=draw) < 0.1
     sizes = torch.randn(r.mask.shape, generator=draw)
-    of_pass = torch.where(zero, 0.0, (3 * sizes - 3).exp())
+    # A tenth of the scores are 0.
+    of_pass = torch.where(
+        torch.rand(r.mask.shape, generator=draw) < 0.1, 0.0, (3 * sizes - 3).exp()
+    )
     got = weighed(config, r, of_pass)
     assert not got.failed.any()
     for row, scores, weights, answer in zip(
         rows, of_pass, got.weights, r.known_spans["first"], strict=True
     ):
-        span = (
-            None
-            if answer is None
-            else tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(answer))
-        )
-        scored = scores[row.tokens].tolist()
+        span = None
+        if answer is not None:
+            # Counted in tokens that train, as the scores are.
+            span = tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(answer))
         resolved = reference.resolve(preset, **options)
-        expected = reference.row_weights(scored, span, row.advantage, resolved)
+        expected = reference.row_weights(scores[row.tokens].tolist(), span, row.advantage, resolved)
         assert weights[row.tokens].tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5)
     if not config.normalize_mass and config.reshaper == "log_zscore":
         for flagged, bound in ((got.low, config.weight_min), (got.high, config.weight_max)):
@@ -246,17 +221,15 @@ MISTAKES: tuple[dict[str, Any], ...] = (
     maps_to(torch.tensor([[1, -0.1, 1, 1]]).expand(4, 4)),
     {"scores": lambda self, r, _: torch.ones(4, 2)},
     {"scores": lambda self, r, _: [1.0]},
-    {
-        "uses": "",
-        "scores": lambda self, r, _: r.columns["entropy"],
-    },  # which it does not say that it reads
+    # Which it does not say that it reads.
+    {"uses": "", "scores": lambda self, r, _: r.columns["entropy"]},
 )
 
 
-@pytest.mark.parametrize("place", range(len(MISTAKES)))
-def test_mistakes_of_a_method_are_refused_with_its_name(place: int) -> None:
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_a_method_are_refused_with_its_name(mistake: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="doubled"):
-        run(torch.ones(4, 4), FOUR, CHOSEN, **MISTAKES[place])
+        run(torch.ones(4, 4), FOUR, CHOSEN, **mistake)
 
 
 @pytest.mark.parametrize("alignment", ["predictor", "token"])
@@ -270,33 +243,24 @@ def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
     prepared = method.prepare(Row(tokens, 3, 5, None, -1.0, 0, 0), tokenizer)
     # Nothing after the target matters: it is the token at 5.
     assert prepared.tokens.tolist() == tokens[:6].tolist(), "nothing after the target matters"
-    (got,) = method.run(
-        [prepared], HuggingFaceModel(model, tokenizer, 0.5, torch.device("cpu"), None, 0)
-    )
+    reader = HuggingFaceModel(model, tokenizer, 0.5, torch.device("cpu"), None, 0)
+    (got,) = method.run([prepared], reader)
 
     hidden = model.get_input_embeddings()(tokens).detach().requires_grad_()
     log_probs = (model(inputs_embeds=hidden[None]).logits[0] / 0.5).log_softmax(-1)
     (gradient,) = torch.autograd.grad(log_probs[4, tokens[5]], hidden)
     saliency = (gradient * hidden).norm(dim=-1).detach()
-    first = 2 if alignment == "predictor" else 3
-    torch.testing.assert_close(
-        got.scores, torch.cat([saliency[first:6], torch.zeros(5)])[:5], rtol=1e-4, atol=1e-7
-    )
+    # The target is the third last token, at position 5: later ones have no gradient.
+    first = {"predictor": 2, "token": 3}[alignment]
+    expected = torch.cat([saliency[first:6], torch.zeros(5)])[:5]
+    torch.testing.assert_close(got.scores, expected, rtol=1e-4, atol=1e-7)
     assert (got.scores > 0).sum() == 5 - first
     torch.testing.assert_close(got.norms, gradient.norm(dim=-1)[2:5], rtol=1e-4, atol=1e-7)
 
 
 def test_a_reward_is_right_above_0() -> None:
-    rewards = (1.0, 0.25, 0.0, -1.0, None, NAN, INF)
-    assert [outcome_of(reward) for reward in rewards] == [
-        "right",
-        "right",
-        "wrong",
-        "wrong",
-        None,
-        None,
-        None,
-    ]
+    assert [outcome_of(reward) for reward in (0.25, 0.0)] == ["right", "wrong"]
+    assert [outcome_of(reward) for reward in (None, NAN, INF)] == [None] * 3
 
 
 def test_a_reward_trains_up_to_the_largest() -> None:
@@ -308,17 +272,12 @@ def test_a_reward_trains_up_to_the_largest() -> None:
 
 LOW = 0.125
 """An entropy below the threshold of `stare`."""
-BY_HAND = list(
-    map(
-        json.loads,
-        Path(__file__).with_name("columns.jsonl").read_text(encoding="utf-8").splitlines(),
-    )
-)
-"""What the random responses below have not: advantage, log-probabilities, entropies and span of each response, and weights."""
 
 
 def test_columns_by_hand() -> None:
-    for case in BY_HAND:
+    """Of what the random responses below have not: advantage, log-probabilities, entropies and span of each, and weights."""
+    for line in Path(__file__).with_name("columns.jsonl").read_text().splitlines():
+        case = json.loads(line)
         rows = [Columns(*columns, span and AnswerSpan(*span)) for *columns, span in case["rows"]]
         close(weights_of(build(case["method"], case["options"]), rows), case["weights"])
 
@@ -335,10 +294,8 @@ def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
 
 
 def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
-    """By tokens 0.2125, by responses 0.175."""
-
     def mean_of_row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-        assert mask_BT.sum() == 8 and bool(values_BT.isfinite().all())
+        assert mask_BT.sum() == 8 and values_BT.isfinite().all()
         return float(((values_BT * mask_BT).sum(dim=-1) / mask_BT.sum(dim=-1)).mean())
 
     # By tokens (0.125 + 7 * 0.225) / 8 = 0.2125, by responses (0.125 + 0.225) / 2 = 0.175.
@@ -391,7 +348,7 @@ OF_METHOD: dict[str, dict[str, list]] = {
 CASES = [
     (name, reshaper)
     for name, options in OF_METHOD.items()
-    for reshaper in (OURS if options is OF_ROWS else [""])
+    for reshaper in (MAP_NAMES if options is OF_ROWS else [""])
 ]
 
 
@@ -411,25 +368,26 @@ def test_against_loops(
     options = {key: data.draw(st.sampled_from(values)) for key, values in OF_METHOD[name].items()}
     if name != "polarity":
         options["normalize_mass"] = normalize_mass
-    config = dict(options)
-    of_map = {}
+    of_map = {
+        key: data.draw(st.sampled_from(values))
+        for key, values in MAP_OPTIONS.get(reshaper, {}).items()
+    }
+    # The map `top` takes one of the two.
+    if of_map.get("share"):
+        of_map["k"] = 1
+    config = options
     if reshaper:
-        of_map = {
-            key: data.draw(st.sampled_from(values)) for key, values in MAP_OPTIONS[reshaper].items()
-        }
-        of_map |= {"k": 1} if of_map.get("share") else {}
         options["reshaper"] = reshaper
         config = options | {"reshaper_options": of_map}
     method = build(name, config)
     got = weights_of(method, rows, extra=extra)
     close(got, plain_weights.METHODS[name](rows, **options, **of_map), 1e-5)
     if name not in ("high_entropy", "stare", "steer"):
-        assert got == [weights_of(method, [row])[0] for row in rows], (
-            "a response weighs the same alone"
-        )
+        # A response weighs the same alone.
+        assert got == [weights_of(method, [row])[0] for row in rows]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", MAP_NAMES)
 def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str) -> None:
     """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
     for length in (1, 10, 32_768):
@@ -439,17 +397,13 @@ def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: st
             assert name == "top" or weights[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
     # No response, or no token.
     for shape in ((0, 4), (3, 0), (0, 0)):
-        assert (
-            MAPS[name]
-            .function(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
-            .values.shape
-            == shape
-        )
+        nothing = torch.zeros(shape)
+        assert MAPS[name].function(nothing, nothing.bool()).values.shape == shape
 
 
 def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
-    assert math.ceil(0.07 * 100) == 8  # what a product of floats makes of 7
+    # A product of floats makes 8 of 0.07 of 100.
     counts = torch.arange(0, 501)
     for hundredths in range(1, 101):
-        expected = [max(1, math.ceil(Fraction(hundredths, 100) * count)) for count in range(501)]
+        expected = [plain_weights.part(hundredths / 100, count) for count in range(501)]
         assert count_of_share(hundredths / 100, counts).tolist() == expected, hundredths

@@ -124,10 +124,8 @@ class Family:
         """The tiny configuration, with other sizes where they are given."""
         config_class = transformers.CONFIG_MAPPING[self.model_type]
         names = {*inspect.signature(config_class.__init__).parameters, "dtype"}
-        sizes_of_class = {
-            name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names
-        }
-        return config_class(**sizes_of_class | self.options, attn_implementation=self.attention)
+        sizes = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names}
+        return config_class(**sizes | self.options, attn_implementation=self.attention)
 
     def build(self, **sizes: Any) -> PreTrainedModel:
         """The model, float32, always with the same values."""
@@ -183,30 +181,34 @@ class Batch:
 
     def of_responses(self, values_BL: torch.Tensor) -> list[list[float]]:
         """Each response's values."""
-        return [
-            row[mask == 1].tolist() for row, mask in zip(values_BL, self.response_mask, strict=True)
-        ]
+        # Padding and prompts are left out.
+        rows = zip(values_BL, self.response_mask == 1, strict=True)
+        return [row[mask].tolist() for row, mask in rows]
 
 
 def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -> Batch:
     """Pad rows on the ``left``, on the ``right``, or on ``both`` sides, prompts left and responses right; ``extra`` wider."""
     texts = [(encode(rollout.prompt), encode(rollout.response)) for rollout in rollouts]
-    widest_prompt, widest_response = (max(map(len, ids)) for ids in zip(*texts, strict=True))
+    widest_prompt = max(len(prompt) for prompt, _ in texts)
     widest = max(len(prompt) + len(response) for prompt, response in texts)
-    width = extra + (widest_prompt + widest_response if padding == "both" else widest)
-    rows: tuple[list, list, list] = ([], [], [])
-    for prompt, response in texts:
-        spare = width - len(prompt) - len(response)
-        padding_before = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
-        p = len(prompt)
-        r = len(response)
-        right = spare - padding_before
-        rows[0].append([PAD_ID] * padding_before + prompt + response + [PAD_ID] * right)
-        rows[1].append([0] * padding_before + [1] * (p + r) + [0] * right)
-        rows[2].append([0] * (padding_before + p) + [1] * r + [0] * right)
-    return Batch(
-        *map(torch.tensor, rows), torch.tensor([rollout.advantage for rollout in rollouts])
-    )
+    # The prompts end, and the responses begin, in one column.
+    if padding == "both":
+        widest = widest_prompt + max(len(response) for _, response in texts)
+    ids_BL = torch.full((len(texts), widest + extra), PAD_ID)
+    # 1 on prompts, 2 on responses.
+    kinds_BL = torch.zeros_like(ids_BL)
+    for row, (prompt, response) in enumerate(texts):
+        tokens = prompt + response
+        spare = {
+            "left": widest + extra - len(tokens),
+            "right": 0,
+            "both": widest_prompt - len(prompt),
+        }
+        place = slice(spare[padding], spare[padding] + len(tokens))
+        ids_BL[row, place] = torch.tensor(tokens)
+        kinds_BL[row, place] = torch.tensor([1] * len(prompt) + [2] * len(response))
+    advantages = torch.tensor([rollout.advantage for rollout in rollouts])
+    return Batch(ids_BL, (kinds_BL > 0).long(), (kinds_BL == 2).long(), advantages)
 
 
 _LINES = Path(__file__).with_name("rollouts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -232,10 +234,8 @@ def plain_columns(
     log_probs = []
     entropies = []
     for logits_V, token in zip(logits_SV[len(prompt) - 1 :].tolist(), response, strict=False):
-        exponentials = [math.exp(value) for value in logits_V]
-        total = math.fsum(exponentials)
-        log_probs.append(math.log(exponentials[token] / total))
-        entropies.append(
-            -math.fsum(value / total * math.log(value / total) for value in exponentials)
-        )
+        total = math.fsum(map(math.exp, logits_V))
+        log_probs.append(logits_V[token] - math.log(total))
+        # H = log Z - sum p x
+        entropies.append(math.log(total) - math.fsum(x * math.exp(x) / total for x in logits_V))
     return log_probs, entropies
