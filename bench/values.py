@@ -32,7 +32,7 @@ from grail_advantage.answers.expressions import compile_expression
 from grail_advantage.answers.format import BOXED, answer_format
 from grail_advantage.answers.span import find_generated_spans
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.methods.fitted import starts_of_steps
+from grail_advantage.methods.text import cut, starts_of_steps
 
 
 class Beginning(NamedTuple):
@@ -89,8 +89,9 @@ def main(arguments: Sequence[str]) -> None:
     items = []
     lines_of_file = json_lines(options.file)
     for row, (_, record), response, span in zip(rows, lines_of_file, responses, spans, strict=True):
-        answer_start = span.start if span else None
-        starts = starts_of_steps(texts, response.numpy(), separator, answer_start)
+        ids_T = response.numpy()
+        step_T, _ = cut(texts(ids_T), texts.have_bytes(ids_T), separator)
+        starts = starts_of_steps(step_T, span)
         prompt = tuple(tokenize(row, tokenizer)[1])
         truth = str(row.ground_truth)
         keys = [Beginning(prompt, tuple(row.response[:start]), truth) for start in starts]

@@ -38,8 +38,8 @@ from grail_advantage.verl_ext.exchange import (
     PLACES,
     build_request,
     nested,
-    places_without_slots,
     rows_of,
+    update_places,
 )
 from grail_advantage.verl_ext.own_forward import REUSE
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
@@ -160,7 +160,7 @@ class VerlHost:
         settings = {LEAVE_OUT: True} if skipping else {}
         if reusing:
             settings[REUSE] = True
-            data[PLACES] = places_without_slots(len(rollouts))
+            data[PLACES] = update_places(len(rollouts))
         else:
             data["old_log_probs"] = response_from_nested(
                 self._output["log_probs"], data["response_mask"]

@@ -1,6 +1,8 @@
-"""What does GRAIL's change do? Five arms with the small model: docs/credit.md has the plan, and the table.
+"""What does a change of credit do? Arms of the small model, paired by seed: docs/credit.md has the plans and the tables.
 
-    PYTHONPATH=.venv/trl python -m examples.five_arms          all runs that outputs/five_arms lacks, in the plan's order
+    PYTHONPATH=.venv/trl python -m examples.five_arms sums              the five arms, all runs that outputs/five_arms lacks
+    PYTHONPATH=.venv/trl python -m examples.five_arms misled --arms uniform fitted fitted_shuffled --seeds 10
+    PYTHONPATH=.venv/trl python -m examples.five_arms sums --effects    of these runs' dumps: which tokens moved, and how far
     python -m grail_advantage.compare outputs/five_arms/sums/grail/seed* --against outputs/five_arms/sums/uniform/seed*
 
 A run is ``examples/trl_grail.py`` in a process of its own. One that has ended is not repeated, one that broke off is.
@@ -8,22 +10,30 @@ A run is ``examples/trl_grail.py`` in a process of its own. One that has ended i
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
 import shutil
 import statistics
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from examples import trl_grail
 from grail_advantage.compare import read_run
-from verl_cpu.tiny.make_models import make_long
+from grail_advantage.dump import DumpRow, read_dump
+from grail_advantage.effect import PROBABILITIES, moved_with_advantage
+from grail_advantage.text_io import table
+from verl_cpu.tiny.make_models import make_long, make_misled
 from verl_cpu.tiny.sampling import MAX_LONG_TOKENS, MAX_RESPONSE_TOKENS
 from verl_cpu.tiny.shipped import load_shipped
 from verl_cpu.tiny.task import random_problems
@@ -35,17 +45,29 @@ ARMS = {
     "shuffled": "--method grail --control shuffled",
     "answer": "--method grail --control answer",
     "stock": f"--method {trl_grail.STOCK}",
+    "fitted": "--method fitted:file={fit}",
+    "fitted_shuffled": "--method fitted:file={fit} --control shuffled",
 }
-SEEDS = range(6)
+FIVE = ["uniform", "grail", "shuffled", "answer", "stock"]
 STOCK_SEEDS = (0, 1)  # it is to be uniform to the bit
-TASKS = {"sums": MAX_RESPONSE_TOKENS, "long": MAX_LONG_TOKENS}  # tokens of a response at most
-RATES = ("1e-4", "3e-4", "1e-3")
+
+
+class Task(NamedTuple):
+    tokens: int  # of a response at most
+    rates: Sequence[str]  # learning rates of the sweep
+
+
+TASKS = {
+    "sums": Task(MAX_RESPONSE_TOKENS, ("1e-4", "3e-4", "1e-3")),
+    "long": Task(MAX_LONG_TOKENS, ("5e-5", "1e-4", "2e-4")),
+    "misled": Task(MAX_RESPONSE_TOKENS, ("1e-4", "3e-4", "1e-3")),
+}
 SWEEP_SEED = 100
-SWEEP_ARMS = ("uniform", "grail")
 HELD_OUT = 256
 SIZE = "--prompts 8 --rollouts 8 --micro-batch 64 --lora-rank 0 --steps 16 --save-steps 0 --no-bf16"
 EVALUATION = "--eval-every 8 --dump-every 8 --effect-every 8"
 METRIC = "eval_reward"
+REWARD = "verl_cpu.tiny.task:compute_score"
 
 
 class Run(NamedTuple):
@@ -60,12 +82,15 @@ class Run(NamedTuple):
         return FOLDER.joinpath(self.task, *parts, self.arm, f"seed{self.seed}")
 
 
-def prepare() -> None:
-    """Write the models and the problems that are not there."""
-    if not (FOLDER / "long_model" / "tokenizer.json").exists():
-        make_long(FOLDER / "long_model")
-    for part in load_shipped():
-        part.save_pretrained(FOLDER / "sums_model")
+def prepare(task: str) -> None:
+    """Write the task's model and the problems where they are not there."""
+    model = FOLDER / f"{task}_model"
+    if not (model / "tokenizer.json").exists():
+        if task == "sums":
+            for part in load_shipped():
+                part.save_pretrained(model)
+        else:
+            {"long": make_long, "misled": make_misled}[task](model)
     rows = []
     for problem in random_problems(HELD_OUT + 640):
         prompt = [{"role": "user", "content": problem.text}]
@@ -74,33 +99,54 @@ def prepare() -> None:
     (FOLDER / "train.jsonl").write_text("\n".join(rows[HELD_OUT:]))
 
 
+def fit_of(task: str) -> Path:
+    """The file of the method fitted, by the values of 128 other problems' steps under the model that training starts from."""
+    folder = FOLDER / f"{task}_fit"
+    fit = folder / "fitted.json"
+    if not fit.exists():
+        folder.mkdir(exist_ok=True)
+        sampled = f"{folder}/own.jsonl"
+        values = f"{folder}/values.jsonl"
+        model = f"--model {FOLDER}/{task}_model"
+        rollouts = f"{model} --length {TASKS[task].tokens} --reward {REWARD} --device cpu"
+        commands = [
+            f"bench sample sums {sampled} {rollouts} --problems 128",
+            f"bench values {sampled} {values} {rollouts} --separator ;",
+            f"grail_advantage.analyze {values} {model} --method entropy --out {folder}/analysis",
+            f"bench fit {folder}/analysis {fit}",
+        ]
+        for command in commands:
+            subprocess.run([sys.executable, "-m", *command.split()], check=True)
+    return fit
+
+
 def accuracy(run: Run) -> float:
     """The mean of its evaluations after step 0."""
     by_step = read_run(run.folder)[METRIC]
     return statistics.fmean(value for step, value in by_step.items() if step)
 
 
-def best_rate() -> str:
+def best_rate(task: str, arms: Sequence[str]) -> str:
     """The learning rate that all arms take: of the sweep's, that with the highest mean accuracy."""
 
     def mean(rate: str) -> float:
-        return statistics.fmean(accuracy(Run("sums", arm, SWEEP_SEED, rate)) for arm in SWEEP_ARMS)
+        return statistics.fmean(accuracy(Run(task, arm, SWEEP_SEED, rate)) for arm in arms)
 
-    return max(RATES, key=mean)
+    return max(TASKS[task].rates, key=mean)
 
 
-def planned() -> Iterator[Run]:
-    """The runs in the plan's order; the rate is chosen when its sweep has ended."""
-    for rate in RATES:
-        for arm in SWEEP_ARMS:
-            yield Run("sums", arm, SWEEP_SEED, rate)
-    rate = best_rate()
-    print(f"learning rate {rate}", flush=True)
-    for task in TASKS:
-        for seed in SEEDS:
-            for arm in ARMS:
-                if arm != "stock" or seed in STOCK_SEEDS:
-                    yield Run(task, arm, seed, rate)
+def planned(task: str, arms: Sequence[str], seeds: int, rate: str) -> Iterator[Run]:
+    """The runs in the plan's order. Without a rate the first two arms choose it, when their sweep has ended."""
+    if not rate:
+        for candidate in TASKS[task].rates:
+            for arm in arms[:2]:
+                yield Run(task, arm, SWEEP_SEED, candidate)
+        rate = best_rate(task, arms[:2])
+        print(f"{task}: learning rate {rate}", flush=True)
+    for seed in range(seeds):
+        for arm in arms:
+            if arm != "stock" or seed in STOCK_SEEDS:
+                yield Run(task, arm, seed, rate)
 
 
 def train(run: Run) -> None:
@@ -108,22 +154,118 @@ def train(run: Run) -> None:
     # trl_grail refuses a folder with the figures of a run, here of one that broke off.
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
+    method = ARMS[run.arm].format(fit=FOLDER / f"{run.task}_fit/fitted.json")
     data = f"--model {FOLDER}/{run.task}_model --data {FOLDER}/train.jsonl --held-out {FOLDER}/held_out.jsonl"
-    training = f"--max-response {TASKS[run.task]} --learning-rate {run.rate} --seed {run.seed} --output {run.folder}"
-    sys.argv = ["trl_grail.py", *f"{ARMS[run.arm]} {data} {SIZE} {EVALUATION} {training}".split()]
+    training = f"--max-response {TASKS[run.task].tokens} --learning-rate {run.rate} --seed {run.seed} --output {run.folder}"
+    sys.argv = ["trl_grail.py", *f"{method} {data} {SIZE} {EVALUATION} {training}".split()]
     with (run.folder / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
         trl_grail.main()
 
 
-def main() -> None:
+def log_probs_of(model: torch.nn.Module, rows: Sequence[DumpRow]) -> list[torch.Tensor]:
+    """The log-probabilities of the rows' responses, read side by side: padded on the right."""
+    longest = max(len(row.prompt_ids) + len(row) for row in rows)
+    ids_BL = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        ids = [*row.prompt_ids, *row.token_ids_T]
+        ids_BL[index, : len(ids)] = torch.tensor(ids)
+    with torch.no_grad():
+        log_probs_BLV = model(ids_BL).logits.float().log_softmax(-1)
+    chosen_BL = log_probs_BLV[:, :-1].gather(-1, ids_BL[:, 1:, None])[..., 0]
+    starts = [len(row.prompt_ids) - 1 for row in rows]
+    return [
+        chosen_BL[index, start : start + len(row)]
+        for index, (start, row) in enumerate(zip(starts, rows, strict=True))
+    ]
+
+
+def rounding(model: torch.nn.Module, rows: Sequence[DumpRow]) -> np.ndarray:
+    """How far each token's log-probability (N,) moves where its response is read alone."""
+    together = torch.cat(log_probs_of(model, rows))
+    alone = torch.cat([log_probs_of(model, [row])[0] for row in rows])
+    return (together - alone).abs().numpy()
+
+
+def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
+    """Print, by the tokens' probability before the update, how often those with an advantage moved with it."""
+    lines = []
+    for arm in arms:
+        folders = [Run(task, arm, seed, "").folder / "tokens" for seed in range(seeds)]
+        rows = [row for folder in folders for row in read_dump(folder)]
+        credited = [row for row in rows if row.effect_T is not None]
+        joined: Callable[[str], np.ndarray] = partial(_joined, credited)
+        probability_N = np.exp(joined("old_log_prob_T"))
+        advantage_N = joined("advantage_T")
+        effect_N = joined("effect_T")
+        counts_N = joined("mask_T").astype(bool) & (advantage_N != 0) & np.isfinite(effect_N)
+        size_N = np.where(counts_N, abs(effect_N), 0.0)
+        first = credited[:64]
+        model = AutoModelForCausalLM.from_pretrained(FOLDER / f"{task}_model", dtype=torch.float32)
+        exact_M = rounding(model, first)
+        rounded_M = rounding(model.to(torch.bfloat16), first)
+        first_M = probability_N[: len(exact_M)]
+        for low, high in PROBABILITIES.values():
+            part_N = counts_N & (probability_N > low) & (probability_N <= high)
+            moved, count = moved_with_advantage(advantage_N, effect_N, part_N)
+            if not count:
+                continue
+            part_M = (first_M > low) & (first_M <= high)
+            shares = [count / counts_N.sum(), size_N[part_N].sum() / size_N.sum(), moved / count]
+            sizes = [
+                np.median(size_N[part_N]),
+                exact_M[part_M].max(initial=0),
+                rounded_M[part_M].max(initial=0),
+            ]
+            cells = [f"{share:.2f}" for share in shares] + [f"{value:.1g}" for value in sizes]
+            lines.append([arm, f"{low} to {min(high, 1)}", *cells])
+        with_advantage_N = np.sign(effect_N) == np.sign(advantage_N)
+        along = size_N[with_advantage_N].sum() / size_N.sum()
+        rate = with_advantage_N[counts_N].mean()
+        lines.append(
+            [arm, "all", str(counts_N.sum()), f"{along:.2f} by size", f"{rate:.2f}", *[""] * 3]
+        )
+    names = [
+        "tokens",
+        "of the change",
+        "with the advantage",
+        "median",
+        "rounding, float32",
+        "bfloat16",
+    ]
+    print(*table(["arm", "probability", *names], lines, right=6), sep="\n")
+
+
+def _joined(rows: Sequence[DumpRow], name: str) -> np.ndarray:
+    return np.concatenate([getattr(row, name) for row in rows])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=FIVE)
+    parser.add_argument("--seeds", type=int, default=6, help="their number (default: %(default)s)")
+    parser.add_argument(
+        "--rate", default="", help="the learning rate, in place of a sweep by the first two arms"
+    )
+    parser.add_argument("--effects", action="store_true", help="train nothing")
+    options = parser.parse_args(arguments)
+    if options.effects:
+        # TRL's own trainer writes no dump.
+        arms = [arm for arm in options.arms if arm != "stock"]
+        print_effects(options.task, arms, options.seeds)
+        return
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    prepare()
+    prepare(options.task)
+    if any("{fit}" in ARMS[arm] for arm in options.arms):
+        fit_of(options.task)
     import trl.trainer.grpo_trainer  # noqa: F401, once for all runs, which are copies of this process
 
     processes = multiprocessing.get_context("fork")
-    for run in planned():
+    for run in planned(options.task, options.arms, options.seeds, options.rate):
         if not (run.folder / "trainer_state.json").exists():
             process = processes.Process(target=train, args=(run,))
             process.start()

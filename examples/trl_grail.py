@@ -27,13 +27,16 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from grail_advantage.analyze.methods import parse_method
 from grail_advantage.dump import write_whole
-from grail_advantage.method import Control, build, methods
+from grail_advantage.method import Control
 from grail_advantage.reward import check_ground_truths, compute_score, gold_text
 from grail_advantage.text_io import numbered_lines, read_bytes, read_json, why
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from grail_advantage.method import BaseMethod
 
 NUMBERS = {
     "prompts": 8,
@@ -153,9 +156,8 @@ def main() -> None:
         )
     weights: dict[str, Any] = {}
     if options.method != STOCK:
-        method_options = {} if options.control == "none" else {"control": options.control}
         weights = {
-            "token_weights": build(options.method, method_options),
+            "token_weights": method_of(options),
             "token_dump": {
                 "folder": output / "tokens",
                 "every": options.dump_every,
@@ -185,6 +187,14 @@ def main() -> None:
             )
         if any((output / "tokens").glob("step_*.parquet")):
             print(f"Every token's weight, in one page: python -m grail_advantage.report {output}")
+
+
+def method_of(options: argparse.Namespace) -> BaseMethod:
+    """ValueError: there is no such method, or option."""
+    spec = options.method
+    if options.control != "none":
+        spec += f"{',' if ':' in spec else ':'}control={options.control}"
+    return parse_method(spec)
 
 
 def last_checkpoint(output: Path) -> Path | None:
@@ -353,8 +363,7 @@ def parse_options() -> argparse.Namespace:
     add(
         "--method",
         default="grail",
-        choices=[STOCK, *sorted(methods())],
-        help="uniform: every weight is 1; none: TRL's own",
+        help="NAME[:option=value,...], of docs/methods.md; none: TRL's own trainer",
     )
     add("--control", default="none", choices=get_args(Control), help=f"docs/credit.md {default}")
     add("--output", type=Path, help="default: outputs/trl_METHOD")
@@ -370,6 +379,11 @@ def parse_options() -> argparse.Namespace:
         parser.error(
             "--tiny brings a model and its problems; leave out --model, --data and --held-out"
         )
+    if options.method != STOCK:
+        try:
+            method_of(options)
+        except ValueError as error:
+            parser.error(str(error))
     responses = options.prompts * options.rollouts
     options.micro_batch = max(1, min(options.micro_batch, responses))
     if responses % options.micro_batch:
@@ -377,7 +391,7 @@ def parse_options() -> argparse.Namespace:
             f"--prompts x --rollouts, {responses}, is no multiple of --micro-batch {options.micro_batch}"
         )
     options.output = options.output or Path(
-        "outputs", f"trl_{'tiny_' if tiny else ''}{options.method}"
+        "outputs", f"trl_{'tiny_' if tiny else ''}{options.method.partition(':')[0]}"
     )
     return options
 

@@ -124,8 +124,7 @@ def compute_token_weights(
         config,
         "a method with its options, such as Grail()",
     )
-    are_examples = isinstance(examples, Sequence | None)
-    are_examples = are_examples and all(
+    are_examples = isinstance(examples, Sequence | None) and all(
         isinstance(example, Example | None) for example in examples or ()
     )
     _need(are_examples, "examples", examples, "a list of Example or None")
@@ -156,9 +155,9 @@ def compute_token_weights(
         step=int(step),
     )
     inside = response_mask.cpu().bool()
-    _check_values(OLD_LOG_PROBS, old_log_probs, inside, 1.0, "at most 0: log p")
-    _check_values(ENTROPY, entropy, inside, -1.0, "at least 0: the sum of -p log p")
-    _check_values(REF_LOG_PROBS, ref_log_probs, inside, 1.0, "at most 0: log p")
+    for name, values in columns.items():
+        if values is not None:
+            _check_values(name, values.cpu()[inside])
     _check_model(model, tokenizer, rollouts)
     host = PlainHost(
         model,
@@ -174,8 +173,7 @@ def compute_token_weights(
         """Put values (B, T) where the ids are, (B, L)."""
         values_BL = values.new_full(inside.shape, outside)
         # Both masks mark the same tokens in the same order; padding and tools' tokens are in neither.
-        values_BL[inside] = values[rollouts.mask]
-        return values_BL.to(input_ids.device)
+        return values_BL.masked_scatter(inside, values[rollouts.mask]).to(input_ids.device)
 
     return TokenWeights(
         weights=wide(weighed.weights),
@@ -203,7 +201,7 @@ class PlainHost:
         tokens: int = FORWARD_TOKENS,
         device: torch.device | str = "cpu",
     ) -> None:
-        # Not above: naming the methods would import it
+        # Not above: naming the methods would import it.
         from grail_advantage.model.hugging_face import HuggingFaceModel
 
         self._rollouts = rollouts
@@ -248,20 +246,21 @@ class PlainHost:
         return run_rows(method, rows, self._model)
 
 
-def _check_values(
-    name: str, values: Tensor | None, inside: Tensor, sign: float, allowed: str
-) -> None:
+def _check_values(name: str, values: Tensor) -> None:
     """Raise ValueError, naming the argument, for a value on the wrong side of 0 by more than rounding."""
-    if values is None:
-        return
+    sign = 1.0
+    allowed = "at most 0: log p"
+    if name == ENTROPY:
+        sign = -1.0
+        allowed = "at least 0: the sum of -p log p"
     # Such as -log p, which a loss is, in place of log p.
-    refused = [value for value in values.cpu()[inside].tolist() if sign * value > ROUNDING]
-    _need(not refused, name, refused[:1], allowed)
+    refused = values[sign * values > ROUNDING].tolist()[:1]
+    _need(not refused, name, refused, allowed)
 
 
 def _check_model(model: Any, tokenizer: Any, rollouts: Rollouts) -> None:
     """Raise ValueError, naming the argument, for a model or tokenizer that the token ids cannot be of."""
-    # Not above: naming the methods would import it
+    # Not above: naming the methods would import it.
     from transformers import PreTrainedTokenizerBase
 
     kind = type(model).__name__
@@ -284,10 +283,9 @@ def _check_model(model: Any, tokenizer: Any, rollouts: Rollouts) -> None:
             f"of the model, which knows 0 to {vocabulary - 1}; mask padding with attention_mask"
         )
         _need(not unknown, "input_ids", unknown, remedy)
-    written = rollouts.tokens[rollouts.tokens >= 0]
-    share = 0.0
-    if len(written):
-        share = float((written >= len(tokenizer)).double().mean())
+    written = rollouts.tokens >= 0
+    unknown_count = int((rollouts.tokens >= len(tokenizer)).sum())
+    share = unknown_count / max(1, int(written.sum()))
     _need(
         share <= MOST_UNKNOWN,
         "tokenizer",

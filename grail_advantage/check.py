@@ -41,9 +41,9 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    vocabulary = {text: index for index, text in enumerate([*CHARACTERS, PAD, END])}
     # A byte-level vocabulary spells a blank so.
-    spelling = ["Ġ" if character == " " else character for character in CHARACTERS]
-    vocabulary = {text: index for index, text in enumerate([*spelling, PAD, END])}
+    vocabulary["Ġ"] = vocabulary.pop(" ")
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -54,18 +54,22 @@ def tiny_model() -> PreTrainedModel:
     """A model of random weights that reads :func:`char_tokenizer`'s tokens."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "head_dim": 8,
-        "num_hidden_layers": 2,
-        "initializer_range": 0.3,
-    }
-    # Three more than the characters: PAD, END and the newline that sample_rollouts() adds.
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(CHARACTERS) + 3}
+    config = Qwen3Config(
+        # Three more than the characters: PAD, END and the newline that sample_rollouts() adds.
+        vocab_size=len(CHARACTERS) + 3,
+        hidden_size=16,
+        intermediate_size=32,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        # Attention is far from uniform with such weights.
+        initializer_range=0.3,
+        dtype="float32",
+    )
     # The same weights at each call: a fault that was found is found again.
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads, dtype="float32")).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def sample_rollouts(fields: dict[str, Any]) -> Rollouts:
@@ -74,18 +78,15 @@ def sample_rollouts(fields: dict[str, Any]) -> Rollouts:
     # CHARACTERS has no newline, and the first of the texts has two.
     tokenizer.add_tokens(["\n"])
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    responses = [torch.tensor(tokenizer.encode(TEXTS[index % 3])) for index in range(8)]
-    width = max(map(len, responses))
-    mask = torch.zeros(8, width, dtype=torch.bool)
-    for index, response in enumerate(responses):
-        mask[index, : len(response)] = True
-        if index % 2:
-            mask[index, 3:6] = False
-    prompts = ["What is it? "[index % 2 :] for index in range(8)]
+    texts = [TEXTS[index % 3] for index in range(8)]
+    lengths = torch.tensor([[len(text)] for text in texts])
+    mask = torch.arange(int(lengths.max())) < lengths
+    mask[1::2, 3:6] = False
+    prompts = ["What is it? ", "hat is it? "] * 4
     truth = {"reward_model": {"ground_truth": "4"}}
     return Rollouts(
         prompts=[torch.tensor(tokenizer.encode(prompt)) for prompt in prompts],
-        responses=responses,
+        responses=[torch.tensor(tokenizer.encode(text)) for text in texts],
         mask=mask,
         advantages=torch.tensor([-1.0, 0.5, -0.25, 0.5, -1.5, -0.5, 1.0, -0.75]),
         tokenizer=tokenizer,
@@ -93,7 +94,7 @@ def sample_rollouts(fields: dict[str, Any]) -> Rollouts:
         rewards=torch.arange(8) % 3 / 2,
         examples=[Example([{"role": "user", "content": prompt}], truth, {}) for prompt in prompts],
         fields={name: [value] * 8 for name, value in fields.items()},
-        columns={REF_LOG_PROBS: torch.linspace(-3, -0.1, 8 * width).reshape(8, width)},
+        columns={REF_LOG_PROBS: torch.linspace(-3, -0.1, mask.numel()).reshape(mask.shape)},
     )
 
 
@@ -108,19 +109,12 @@ def unequal(
     """Which results of its first responses are not those of these responses of ``expected``."""
     names = []
     for name in ("weights", "advantages", "scores"):
-        expected_values = getattr(expected, name)[indices]
-        values = getattr(weighed, name)[: len(indices)]
-        common = min(expected_values.shape[1], values.shape[1])
+        pair = [getattr(weighed, name)[: len(indices)], getattr(expected, name)[indices]]
         # Each batch is as wide as its longest response: beyond the narrower one nothing may be.
-        rests = [values[:, common:], expected_values[:, common:]]
-        is_equal = torch.allclose(
-            values[:, :common],
-            expected_values[:, :common],
-            rtol=rtol,
-            atol=rtol / 10,
-            equal_nan=True,
-        )
-        if not is_equal or any(bool(rest.nan_to_num().any()) for rest in rests):
+        common = min(values.shape[1] for values in pair)
+        actual, desired = (values[:, :common] for values in pair)
+        is_equal = torch.allclose(actual, desired, rtol=rtol, atol=rtol / 10, equal_nan=True)
+        if not is_equal or any(values[:, common:].nan_to_num().any() for values in pair):
             names.append(name)
     return names
 
@@ -130,17 +124,16 @@ def batch_faults(
 ) -> Iterator[str]:
     """What else than the response and its prompt's responses decides; ``apart``: also whether other prompts do."""
     expected = run(r)
-    everything = range(len(r))
+    everything = list(range(len(r)))
     order = everything[::-1]
-    longest = int(r.mask.sum(dim=1).argmax())
     # Its length alone may matter: it trains nothing, was written by nobody and has NaN in its columns.
-    filler = part(r, [longest])
     longer = r.mask.shape[1] + LONGER
+    nothing = torch.zeros(1, longer, dtype=torch.bool)
     filler = replace(
-        filler,
-        responses=[torch.zeros(longer, dtype=torch.int64)],
-        mask=torch.zeros(1, longer, dtype=torch.bool),
-        written=torch.zeros(1, longer, dtype=torch.bool),
+        part(r, [int(r.mask.sum(dim=1).argmax())]),
+        responses=[nothing[0].long()],
+        mask=nothing,
+        written=nothing,
         advantages=torch.zeros(1),
         columns={name: torch.full((1, longer), math.nan) for name in r.columns},
         known_spans={name: [None] for name in r.known_spans},
@@ -157,7 +150,7 @@ def batch_faults(
             circumstance = f"without other prompts' responses (if it compares them, say whole_batch = True), {group}"
             batches[circumstance] = (part(r, indices), indices)
     for circumstance, (batch, indices) in batches.items():
-        names = unequal(run(batch), expected, list(indices), rtol)
+        names = unequal(run(batch), expected, indices, rtol)
         if names:
             yield f"{', '.join(names)} are others {circumstance}"
 
@@ -193,20 +186,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("file", type=Path, help="a Python file that registers methods")
-    add(
-        "--options",
-        type=json.loads,
-        default={},
-        help="of the methods, as JSON: %(metavar)s",
-        metavar='{"weight": 3}',
-    )
-    add(
-        "--field",
-        action="append",
-        default=[],
-        metavar="NAME=JSON",
-        help="a response's value of field:NAME",
-    )
+    example = '{"weight": 3}'
+    add("--options", type=json.loads, default={}, metavar=example, help="of the methods, as JSON")
+    value = "a response's value of field:NAME"
+    add("--field", action="append", default=[], metavar="NAME=JSON", help=value)
     args = parser.parse_args(argv)
     registered_before = dict(methods())
     runpy.run_path(str(args.file), run_name=args.file.stem)
@@ -214,18 +197,17 @@ def main(argv: list[str] | None = None) -> int:
     if not registered:
         complain("check", f"{args.file} registers no method; put @register('a_name') on its class")
         return 1
-    fields = {
-        name: json.loads(value) for name, _, value in (field.partition("=") for field in args.field)
-    }
+    fields = {}
+    for field in args.field:
+        name, _, text = field.partition("=")
+        fields[name] = json.loads(text)
     status = 0
     for name in registered:
         method = build(name, args.options)
-        lacking = [
-            f"give --field {field}=JSON, a response's value"
-            for field in method.field_names
-            if field not in fields
-        ]
-        sentences = lacking or faults(method, sample_rollouts(fields), tiny_model())
+        lacking = sorted(set(method.field_names) - fields.keys())
+        sentences = [f"give --field {field}=JSON, a response's value" for field in lacking]
+        if not lacking:
+            sentences = faults(method, sample_rollouts(fields), tiny_model())
         status |= bool(sentences)
         say(*(f"{name}: {sentence}" for sentence in sentences or ["keeps the contract"]))
     return status

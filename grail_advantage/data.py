@@ -34,11 +34,8 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 temperature, that policy's entropy in nats at the token's predictor position, the log-probability under the run's
 reference, and the one that the engine gave which sampled the token (for the dump alone)."""
 OF_POLICY = (OLD_LOG_PROBS, ENTROPY)  # that a forward of the policy gives
-DUMPED = {
-    OLD_LOG_PROBS: "old_log_prob",
-    ENTROPY: "entropy",
-    REF_LOG_PROBS: "ref_log_prob",
-}  # by names in the dump
+# By names in the dump
+DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy", REF_LOG_PROBS: "ref_log_prob"}
 LARGEST = 1e18  # a larger reward or advantage trains nothing, like one that is not finite: its square leaves float32
 _Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
@@ -89,25 +86,6 @@ def stacked(micro_batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [torch.cat(column) for column in columns]
 
 
-_WHOLE = {
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-}
-_FLOATS = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
-_KINDS = {
-    "flags": {torch.bool} | _WHOLE | _FLOATS,
-    "whole": _WHOLE,
-    "floats": _FLOATS,
-    "numbers": _WHOLE | _FLOATS,
-}
-
-
 def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = None) -> Tensor:
     """Give the tensor of an argument on the CPU, without a graph: ``flags`` (bool, or 0 and 1) as bool, ``whole``
     numbers as int64, ``floats`` or ``numbers`` (either). ValueError, naming the argument, for anything else or another
@@ -116,9 +94,17 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
         raise ValueError(
             f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)"
         )
-    # A sparse, nested or meta tensor has a shape, and no values to look at.
-    is_dense = values.layout == torch.strided and not (values.is_nested or values.is_meta)
-    fits = is_dense and values.dtype in _KINDS[kind] and not values.is_quantized
+    dtype = values.dtype
+    is_float = dtype.is_floating_point
+    fits = (
+        # A sparse, nested or meta tensor has a shape, and no values to look at.
+        values.layout == torch.strided
+        and not (values.is_nested or values.is_meta or values.is_quantized or dtype.is_complex)
+        and not (is_float and dtype.itemsize == 1)  # float8 has no arithmetic
+        and (kind == "flags" or dtype != torch.bool)
+        and not (kind == "whole" and is_float)
+        and not (kind == "floats" and not is_float)
+    )
     if not fits or (shape is not None and tuple(values.shape) != tuple(shape)):
         got = f"{values.dtype} of shape {tuple(values.shape)}, {values.layout}, on {values.device}"
         raise ValueError(
@@ -126,7 +112,7 @@ def checked(name: str, values: Any, kind: str, shape: Sequence[int] | None = Non
         )
     values = values.detach().cpu()
     if kind == "flags":
-        if values.dtype != torch.bool and ((values != 0) & (values != 1)).any():
+        if ((values != 0) & (values != 1)).any():
             raise ValueError(
                 f"{name} must be bool or hold 0 and 1; a mask says which tokens or responses are meant"
             )
@@ -198,6 +184,8 @@ class Rollouts:
     mean: Callable[[Tensor, Tensor], float] = token_mean
     step: int = 0
     span: str = "last"  # which complete answer of a response counts; set by for_method()
+    # A method's own metrics of the batch, which its scores() puts here
+    figures: dict[str, float] = field(default_factory=dict, repr=False)
     known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -211,19 +199,16 @@ class Rollouts:
         put("responses", [response.detach().cpu() for response in self.responses])
         put("places", self.places if len(self.places) else range(count))
         put("keys", self.keys if len(self.keys) else list(map(str, self.places)))
-        columns = {}
-        for name, column in self.columns.items():
-            columns[name] = checked(name, column, "floats", (count, width))
-        put("columns", columns)
-        # Before the loop below, which makes it bool as it does the mask.
-        if self.written is None:
-            put("written", self.mask)
+        shape = (count, width)
+        columns = self.columns.items()
+        put("columns", {name: checked(name, column, "floats", shape) for name, column in columns})
+        put("written", self.mask if self.written is None else self.written)
         for name, kind in _TENSORS.items():
             value = getattr(self, name)
             # These two are needed: checked() refuses None by their names.
             if value is not None or name in ("mask", "advantages"):
-                shape = (count, width) if name in ("mask", "written") else (count,)
-                put(name, checked(name, value, kind, shape))
+                rank = 2 if name in ("mask", "written") else 1
+                put(name, checked(name, value, kind, shape[:rank]))
         for name in ("prompts", "examples", "sessions", "keys", "places"):
             values = getattr(self, name)
             if values is not None:
@@ -301,12 +286,12 @@ class Rollouts:
             return values_BT
 
         written_BT = aligned("written", marked if written is None else written, "flags", torch.bool)
-        columns_BT = {}
-        for name, values in columns.items():
-            if values is not None:
-                values_BT = aligned(name, values, "floats", torch.float32)
-                # Some hosts have values for a tool's tokens, which nobody sampled; 0 there, as in columns_from().
-                columns_BT[name] = torch.where(written_BT, values_BT, 0.0)
+        # Some hosts have values for a tool's tokens, which nobody sampled; 0 there, as in columns_from().
+        columns_BT = {
+            name: torch.where(written_BT, aligned(name, values, "floats", torch.float32), 0.0)
+            for name, values in columns.items()
+            if values is not None
+        }
         return cls(
             prompts=[row[where] for row, where in zip(ids, is_prompt, strict=True)],
             responses=[row[where] for row, where in zip(ids, is_response, strict=True)],
@@ -346,13 +331,10 @@ class Rollouts:
         """Give the first or the last complete answer of each response among the tokens that the model wrote."""
         # In a field, which replace() and part() hand on, so that a part without the tokenizer has them too.
         if which not in self.known_spans:
-            generated = [
-                ids[: len(response)]
-                for ids, response in zip(self.tokens, self.responses, strict=True)
-            ]
-            self.known_spans[which] = list(
-                find_generated_spans(generated, self.tokenizer, which, self.answer)
-            )
+            rows = zip(self.tokens, self.responses, strict=True)
+            generated = [ids[: len(response)] for ids, response in rows]
+            spans = find_generated_spans(generated, self.tokenizer, which, self.answer)
+            self.known_spans[which] = spans
         return self.known_spans[which]
 
     @property
@@ -376,13 +358,23 @@ class Rollouts:
     def bounds(self) -> Tensor:
         """Say where each answer begins, and where its content begins and ends, int64 (B, 3); zeros without an
         answer."""
-        bounds = torch.zeros(len(self), 3, dtype=torch.int64, device="cpu")
-        for bounds_3, span in zip(bounds, self.answers, strict=True):
-            if span is not None:
-                bounds_3[:] = torch.tensor(
-                    (span.start, span.content_start, span.content_end), device="cpu"
-                )
-        return bounds
+        bounds = [
+            (0, 0, 0) if span is None else (span.start, span.content_start, span.content_end)
+            for span in self.answers
+        ]
+        return torch.tensor(bounds, dtype=torch.int64, device="cpu").reshape(-1, 3)
+
+    @property
+    def content(self) -> Tensor:
+        """Mark the tokens of each answer's content, bool (B, T)."""
+        position = torch.arange(self.mask.shape[1], device="cpu")
+        _, start, end = self.bounds[:, :, None].unbind(1)  # (B, 1) each
+        return (position >= start) & (position < end)
+
+    @property
+    def reasoning(self) -> Tensor:
+        """Mark the tokens before each answer, bool (B, T); none in a response without one."""
+        return torch.arange(self.mask.shape[1], device="cpu") < self.bounds[:, :1]
 
     @cached_property
     def conversations(self) -> list[list[int]]:
@@ -430,7 +422,10 @@ class Rollouts:
             advantages = advantages.float()
         advantages = advantages.masked_fill(masked, 0.0)
         # Without columns: weigh() adds those that the method says it reads, and no other.
-        return replace(self, advantages=advantages, masked=masked, columns={}, span=method.span)
+        # A new dict of figures, so that methods which see one batch do not see each other's.
+        return replace(
+            self, advantages=advantages, masked=masked, columns={}, figures={}, span=method.span
+        )
 
     def row(self, index: int) -> Row:
         """Give one response for a pass through the model."""
@@ -461,34 +456,26 @@ class Rollouts:
         self, rows: Sequence[Row], values: Sequence[Mapping[str, Tensor]], names: Sequence[str]
     ) -> dict[str, Tensor]:
         """Give the named values (T,) of some rows as columns, float32 (B, T), 0 where the model did not write."""
-        columns = {
-            name: self.mask.new_zeros(self.mask.shape, dtype=torch.float32) for name in names
-        }
-        for row, values_of_row in zip(rows, values, strict=True):
-            for name in names:
-                columns[name][row.index, : row.length] = values_of_row[name]
-        return {name: torch.where(self.written, column, 0.0) for name, column in columns.items()}
+        columns = {}
+        for name in names:
+            column = torch.zeros(self.mask.shape, dtype=torch.float32, device="cpu")
+            for row, values_of_row in zip(rows, values, strict=True):
+                column[row.index, : row.length] = values_of_row[name]
+            columns[name] = torch.where(self.written, column, 0.0)
+        return columns
 
     def part(self, indices: Sequence[int]) -> Rollouts:
         """Give some responses alone, in this order, as copies without the tokenizer: for another thread or process."""
         width = max((len(self.responses[index]) for index in indices), default=0)
-        fields = {}
-        for name in self.__dataclass_fields__.keys() - _SHARED:
-            fields[name] = _of_rows(getattr(self, name), indices, width)
-        return replace(self, tokenizer=None, **fields)
+        return replace(self, tokenizer=None, **_parts(self, indices, width))
 
 
-# Fields of :class:`Rollouts` that its responses share, and those that are tensors.
-_SHARED = {"tokenizer", "answer", "mean", "step", "span"}
-_TENSORS = {
-    "mask": "flags",
-    "written": "flags",
-    "truncated": "flags",
-    "masked": "flags",
-    "advantages": "numbers",
-    "groups": "whole",
-    "rewards": "numbers",
-}
+# Fields of :class:`Rollouts` and :class:`Weighed` that their responses share.
+_SHARED = {"tokenizer", "answer", "mean", "step", "span", "figures"}
+_SHARED |= {"method", "rollouts", "gave_advantages", "metrics"}
+# Those of Rollouts that are tensors.
+_TENSORS = dict.fromkeys(("mask", "written", "truncated", "masked"), "flags")
+_TENSORS |= dict(advantages="numbers", groups="whole", rewards="numbers")
 
 
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
@@ -512,6 +499,12 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
     return replace(
         parts[0], **{name: join([getattr(part, name) for part in parts]) for name in names}
     )
+
+
+def _parts(record: Rollouts | Weighed, indices: Sequence[int], width: int) -> dict[str, Any]:
+    """Give the fields of some responses alone."""
+    names = record.__dataclass_fields__.keys() - _SHARED
+    return {name: _of_rows(getattr(record, name), indices, width) for name in names}
 
 
 def _of_rows(values: Any, indices: Sequence[int], width: int) -> Any:
@@ -551,9 +544,7 @@ class RowScores:
 
     def on_cpu(self) -> RowScores:
         """Give a copy for another process, and for :func:`grail_advantage.weigh.weigh`."""
-        norms = self.norms
-        if norms is not None:
-            norms = norms.float().cpu()
+        norms = None if self.norms is None else self.norms.float().cpu()
         return RowScores(self.scores.float().cpu(), norms)
 
 
@@ -580,15 +571,7 @@ class Weighed:
     def part(self, indices: Sequence[int]) -> Weighed:
         """Give some responses alone, see :meth:`Rollouts.part`."""
         rollouts = self.rollouts.part(indices)
-        fields = {}
-        for name in self.__dataclass_fields__.keys() - {
-            "method",
-            "rollouts",
-            "gave_advantages",
-            "metrics",
-        }:
-            fields[name] = _of_rows(getattr(self, name), indices, rollouts.mask.shape[1])
-        return replace(self, rollouts=rollouts, **fields)
+        return replace(self, rollouts=rollouts, **_parts(self, indices, rollouts.mask.shape[1]))
 
     def advantages_under(self, masks: Sequence[Tensor]) -> list[Tensor]:
         """Give the token advantages in a trainer's own layout: float32 (b, W) for each micro-batch, by its mask (b, W)
@@ -596,8 +579,7 @@ class Weighed:
         # Masks [[1, 0], [1, 1]] and [[0, 1]] take the first three of four values, and the last.
         counts = [int(mask.sum()) for mask in masks]
         parts = self.advantages[self.rollouts.mask].split(counts)
-        advantages = []
-        for mask, part in zip(masks, parts, strict=True):
-            zeros = torch.zeros(mask.shape, device="cpu")
-            advantages.append(zeros.masked_scatter(mask.cpu().bool(), part))
-        return advantages
+        return [
+            torch.zeros(mask.shape, device="cpu").masked_scatter(mask.cpu().bool(), part)
+            for mask, part in zip(masks, parts, strict=True)
+        ]

@@ -109,9 +109,9 @@ RECEIVED_SCHEMA = (
         }
     )
 )
-ALL = (*SCHEMA.names, *RECEIVED_SCHEMA.names[1:])
+_ALL_COLUMNS = pa.schema([*SCHEMA, *list(RECEIVED_SCHEMA)[1:]])
+ALL = tuple(_ALL_COLUMNS.names)
 _PER_TOKEN = ("token_ids", "mask", *COLUMNS, "received", "clipped", "effect")
-_FIELDS = {field.name: field for schema in (RECEIVED_SCHEMA, SCHEMA) for field in schema}
 # Columns of which every response has all values.
 _WHOLE = ("key", "row", "group", "prompt", "token_ids", "tokens", "mask", "weight", "advantage")
 _KEYS = {
@@ -178,32 +178,36 @@ def write_step(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
     for name in ("update", "step"):
         number = pa.scalar(getattr(header, name), INT)
         table = table.add_column(0, name, pa.repeat(number, len(table)))
-    return _write(folder, "step", asdict(header), table.select(SCHEMA.names).cast(SCHEMA), "tokens")
+    return _write(folder, "step", asdict(header), table, SCHEMA, "tokens")
 
 
 def write_received(folder: Path, header: Mapping[str, Any], table: pa.Table) -> Path:
     """Write what is known after an update, as :func:`write_step` does: a header as ``record_of`` and all columns of
     :data:`RECEIVED_SCHEMA` as :func:`received_table` makes them of a receipt."""
-    return _write(
-        folder,
-        "received",
-        header,
-        table.select(RECEIVED_SCHEMA.names).cast(RECEIVED_SCHEMA),
-        "received",
-    )
+    return _write(folder, "received", header, table, RECEIVED_SCHEMA, "received")
 
 
 def _write(
-    folder: Path, kind: str, header: Mapping[str, Any], table: pa.Table, tokens: str
+    folder: Path,
+    kind: str,
+    header: Mapping[str, Any],
+    table: pa.Table,
+    schema: pa.Schema,
+    tokens: str,
 ) -> Path:
+    """Write a file of a kind; ``tokens`` names a column that has a value for each token."""
+    table = table.select(schema.names).cast(schema)
     _check_lengths(table, table[tokens])
-    table = table.replace_schema_metadata(
-        {_KEYS[kind]: json.dumps({"schema_version": VERSION, **header})}
-    )
+    record = json.dumps({"schema_version": VERSION, **header})
     path = _path(folder, kind, header["step"], header.get("update", 0))
     # In memory, as write_whole() writes all at once.
     content = io.BytesIO()
-    pq.write_table(table, content, compression="zstd", use_dictionary=False)
+    pq.write_table(
+        table.replace_schema_metadata({_KEYS[kind]: record}),
+        content,
+        compression="zstd",
+        use_dictionary=False,
+    )
     write_whole(path, content.getvalue())
     return path
 
@@ -327,16 +331,13 @@ class DumpFile:
     def table(self, columns: Iterable[str] = ALL, limit: int | None = None) -> pa.Table:
         """Give the responses, or the first ``limit``; none where the file is damaged, which ``problems`` names then."""
         names = list(columns)
+        names_written = [name for name in names if name in SCHEMA.names]
         names_received = [name for name in names if name not in SCHEMA.names]
-        # ``key`` joins the two files, and ``mask`` says how many tokens each response has.
-        names_written = [
-            name
-            for name in SCHEMA.names
-            if name in names or (name in ("key", "mask") and names_received)
-        ]
-        table = _read(self.path, "step", names_written, self.problems, limit)
         if not names_received:
-            return table.select(names)
+            return _read(self.path, "step", names, self.problems, limit)
+        # ``key`` joins the two files, and ``mask`` says how many tokens each response has.
+        names_written = list(dict.fromkeys([*names_written, "key", "mask"]))
+        table = _read(self.path, "step", names_written, self.problems, limit)
         path = _path(self.path.parent, "received", self.step, self.update)
         received = RECEIVED_SCHEMA.empty_table()
         if path.exists():
@@ -345,25 +346,20 @@ class DumpFile:
         rows = pc.index_in(table["key"], received["key"].combine_chunks())
         joined = table
         for name in names_received:
-            joined = joined.append_column(_FIELDS[name], received[name].take(rows))
+            joined = joined.append_column(name, received[name].take(rows))
         with _noting(path, "received", self.problems):
             _check_lengths(joined, joined["mask"])
             return joined.select(names)
+        # The responses stay, without what a damaged file says of them.
         return _with_nulls(table, names_received).select(names)
 
     def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
         """Give the responses, one at a time."""
-        # A few rows at a time as Python's values, which take more room than arrow's.
-        for batch in self.table(columns).to_batches(max_chunksize=32):
-            by_name = {}
-            for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                by_name[name] = (
-                    column.to_numpy(False) if pa.types.is_list(column.type) else column.to_pylist()
-                )
-            for index in range(len(batch)):
-                yield _row(
-                    dict.fromkeys(ALL) | {name: values[index] for name, values in by_name.items()}
-                )
+        table = self.table(columns)
+        unread = dict.fromkeys(ALL, pa.scalar(None))
+        for index in range(len(table)):
+            scalars = {name: table[name][index] for name in table.column_names}
+            yield _row(unread | scalars)
 
 
 @dataclass
@@ -418,12 +414,18 @@ def read_dump(folder: Path | str) -> TokenDump:
 
 
 def _schema(columns: Iterable[str]) -> pa.Schema:
-    return pa.schema([_FIELDS[name] for name in columns])
+    return pa.schema([_ALL_COLUMNS.field(name) for name in columns])
+
+
+def _with_nulls(table: pa.Table, columns: Iterable[str]) -> pa.Table:
+    """Put columns of nulls in front for those of these that the table does not have."""
+    return pa.concat_tables([_schema(columns).empty_table(), table], promote_options="default")
 
 
 @contextmanager
 def _noting(path: Path, kind: str, problems: list[str]) -> Iterator[None]:
-    """Let an error of a damaged file within end there; it is added to the problems and logged."""
+    """Let an error of a damaged file within end there: the file is named, once, in a line that acts on no terminal, and
+    logged."""
     try:
         yield
     except (
@@ -434,7 +436,11 @@ def _noting(path: Path, kind: str, problems: list[str]) -> Iterator[None]:
         TypeError,
         AttributeError,
     ) as error:
-        _add_problem(problems, path, kind, error)
+        damage = f"{path}: is damaged or no {kind} file of a token dump ({why(error)})"
+        problem = visible(damage, breaks=False)
+        if problem not in problems:
+            problems.append(problem)
+            logger.warning(problem)
 
 
 def _header_in(path: Path, kind: str) -> dict[str, Any]:
@@ -453,6 +459,7 @@ def _read(
     path: Path, kind: str, columns: Sequence[str], problems: list[str], limit: int | None = None
 ) -> pa.Table:
     """Read columns of a file, null those that it does not have; no rows of a damaged one."""
+    nothing = _schema(columns).empty_table()
     with _noting(path, kind, problems):
         _header_in(path, kind)  # a later version's file is not read
         with pq.ParquetFile(plain_file(path)) as file:
@@ -462,52 +469,38 @@ def _read(
                 first = next(file.iter_batches(limit, columns=names), None)
             # A file without rows has no batch.
             table = file.read(names) if first is None else pa.Table.from_batches([first])
-        table = _with_nulls(table, [name for name in columns if name not in names])
-        table = table.select(columns).cast(_schema(columns))
-        # Not the columns of null: an older file lacks them, and is right.
-        _check_foreign(table.select(names))
-        return table
-    return _schema(columns).empty_table()
+        table = table.select(names).cast(_schema(names))
+        # Before the columns of null: an older file lacks them, and is right.
+        _check_foreign(table)
+        return _with_nulls(table, columns)
+    return nothing
 
 
-def _with_nulls(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Add columns of nulls."""
-    for name in names:
-        table = table.append_column(_FIELDS[name], pa.nulls(len(table), _FIELDS[name].type))
-    return table
+def _row(scalars: Mapping[str, pa.Scalar]) -> DumpRow:
+    """Give a response, or a method's entry in it, of the values of its columns."""
+    row = DumpRow()
+    for name, scalar in scalars.items():
+        setattr(row, f"{name}{_SUFFIXES.get(name, '')}", _value(name, scalar))
+    return row
 
 
-def _add_problem(problems: list[str], path: Path, kind: str, error: Exception) -> None:
-    """Name a file, once, in a line that acts on no terminal, and log it."""
-    problem = visible(
-        f"{path}: is damaged or no {kind} file of a token dump ({why(error)})", breaks=False
-    )
-    if problem not in problems:
-        problems.append(problem)
-        logger.warning(problem)
-
-
-def _row(values: dict[str, Any]) -> DumpRow:
-    """Give a response of the values of its columns; they are copied, so that they do not keep the whole table."""
-    for name, value in values.items():
-        if name.endswith("by_update") and value is not None:
-            # np.stack() takes no empty list.
-            values[name] = np.stack(value) if len(value) else np.zeros((0, 0), dtype=np.float32)
-        elif isinstance(value, np.ndarray):
-            values[name] = value.tolist() if name == "tokens" else value.copy()
-    span = values["span"]
-    if span is not None:
-        span = AnswerSpan(*span.tolist())
-    methods = {}
-    if values["methods"] is not None:
-        for entry in values["methods"]:
-            methods[entry.pop("name")] = _named(entry)
-    labels = json.loads(values["labels"] or "{}")
-    return _named({**values, "span": span, "labels": labels, "methods": methods})
-
-
-def _named(values: Mapping[str, Any]) -> DumpRow:
-    return DumpRow(**{f"{name}{_SUFFIXES.get(name, '')}": value for name, value in values.items()})
+def _value(name: str, scalar: pa.Scalar) -> Any:
+    """Give a value of a column; an array is a copy, so that it does not keep the whole table."""
+    if name == "labels":
+        return json.loads(scalar.as_py() or "{}")
+    if not scalar.is_valid:
+        return {} if name == "methods" else None
+    if name == "methods":
+        entries = [dict(entry) for entry in scalar]
+        return {entry.pop("name").as_py(): _row(entry) for entry in entries}
+    if name == "span":
+        return AnswerSpan(*scalar.as_py())
+    if name == "tokens" or not pa.types.is_list(scalar.type):
+        return scalar.as_py()
+    if name in BY_UPDATE:
+        updates = [_value("received", update) for update in scalar]
+        return np.array(updates or np.zeros((0, 0)), dtype=np.float32)
+    return scalar.values.to_numpy(zero_copy_only=False).copy()
 
 
 class DumpOptions(BaseModel):
@@ -550,11 +543,10 @@ def choose_rows(
     members: dict[int, list[int]] = {}
     for row in np.flatnonzero(valid).tolist():
         members.setdefault(groups[row], []).append(row)
-    # By the seed alone, so that a resumed run chooses the same ones.
-    order = np.random.default_rng(list(seed)).permutation(sorted(members)).tolist()
-    room = len(groups) if limit is None else limit
+    room = limit or len(groups)
     chosen: dict[int, list[int]] = {}
-    for group in order:
+    # By the seed alone, so that a resumed run chooses the same ones.
+    for group in np.random.default_rng(list(seed)).permutation(sorted(members)).tolist():
         if len(members[group]) <= room or not chosen:
             chosen[group] = members[group][:room]
             room -= len(chosen[group])
@@ -673,70 +665,64 @@ def table_of(
     tokens = [texts(token_ids) for token_ids in ids]
     spans = r.spans(weighed.method.span)
 
-    def a_token(values: Tensor) -> list[np.ndarray]:
+    def per_response(values: Tensor) -> list[np.ndarray]:
         """Give values (B, T) as a list for each response, without the padding."""
         return [row[: len(token_ids)] for row, token_ids in zip(values.numpy(), ids, strict=True)]
 
-    def facts(name: str) -> list[str | None]:
-        return [as_utf8(text) for text in r.facts.get(name, nothing)]
-
-    methods: list[list[dict[str, Any]]] = [[] for _ in ids]
+    columns_of_methods = []
     for name, entry in (by_method or {}).items():
-        columns = {
-            "score": a_token(entry.scores),
-            "weight": a_token(entry.weights),
-            "no_scores": entry.no_scores,
-        }
-        columns["advantage"] = a_token(entry.advantages) if entry.gave_advantages else nothing
-        for index, entries in enumerate(methods):
-            values_of_response = {column: values[index] for column, values in columns.items()}
-            entries.append({"name": as_utf8(name), **values_of_response})
+        # In the order of OF_METHOD. A method that gives weights has no advantages of its own.
+        columns = (
+            [as_utf8(name)] * len(r),
+            per_response(entry.scores),
+            per_response(entry.advantages) if entry.gave_advantages else nothing,
+            per_response(entry.weights),
+            entry.no_scores,
+        )
+        columns_of_methods.append(zip(*columns, strict=True))
 
     labels = []
-    for written, label in zip(a_token(r.written), r.facts.get("labels", nothing), strict=True):
-        tool = runs(~written)  # between the model's turns a tool or a user wrote
-        entry_of_row: dict[str, Any] = {"tool": tool} if tool else {}
-        entry_of_row.update(label or {})
-        labels.append(json.dumps(entry_of_row) if entry_of_row else None)
+    for written, label in zip(per_response(r.written), r.facts.get("labels", nothing), strict=True):
+        # Between the model's turns a tool or a user wrote.
+        tool = runs(~written)
+        ranges: dict[str, Any] = {"tool": tool} if tool else {}
+        ranges.update(label or {})
+        labels.append(json.dumps(ranges) if ranges else None)
 
-    answers = [
-        answer_text(texts_T, span, r.answer) for texts_T, span in zip(tokens, spans, strict=True)
-    ]
     # An advantage that is not finite trains nothing: 0, as the method saw it.
     usable = r.mask & within_range(r.advantages)[:, None]
     values: dict[str, Sequence[Any]] = {
+        **dict.fromkeys(SCHEMA.names, nothing),
+        **r.facts,
+        # Some hosts know prompts by their ids alone.
+        "prompt": r.facts.get("prompt") or [texts.decode(prompt.tolist()) for prompt in r.prompts],
         "row": r.places,
         "group": r.places if r.groups is None else r.groups.tolist(),
-        "key": [as_utf8(key) for key in r.keys],
-        "prompt": facts("prompt"),
-        "response": [as_utf8("".join(texts_T)) for texts_T in tokens],
-        "id": facts("id"),
-        "ground_truth": facts("ground_truth"),
-        "outcome": facts("outcome"),
-        "reward": r.facts.get("reward", nothing),
-        "answer": [as_utf8(answer) for answer in answers],
+        "key": r.keys,
+        "response": list(map("".join, tokens)),
+        "answer": [answer_text(*parts, r.answer) for parts in zip(tokens, spans, strict=True)],
         "no_scores": weighed.no_scores,
         "truncated": [False] * len(r) if r.truncated is None else r.truncated.tolist(),
         "span": [list(vars(span).values()) if span else None for span in spans],
         "prompt_ids": [prompt.numpy() for prompt in r.prompts],
         "token_ids": ids,
         "tokens": tokens,
-        "mask": a_token(r.mask),
-        "score": a_token(weighed.scores),
-        "weight": a_token(weighed.weights),
-        "base_advantage": a_token(torch.where(usable, r.advantages[:, None], 0.0).float()),
-        "advantage": a_token(weighed.advantages),
-        "methods": methods,
+        "mask": per_response(r.mask),
+        "score": per_response(weighed.scores),
+        "weight": per_response(weighed.weights),
+        "base_advantage": per_response(torch.where(usable, r.advantages[:, None], 0.0).float()),
+        "advantage": per_response(weighed.advantages),
+        "methods": list(zip(*columns_of_methods, strict=True)) or [[]] * len(r),
         "labels": labels,
     }
-    # Some hosts know prompts by their ids alone.
-    if not r.facts.get("prompt"):
-        values["prompt"] = [as_utf8(texts.decode(prompt.tolist())) for prompt in r.prompts]
     for name, column in r.columns.items():  # some hosts have values for a tool's tokens as well
-        values[DUMPED.get(name, name)] = a_token(torch.where(r.written, column.float(), torch.nan))
-    schema = pa.schema([column for column in SCHEMA if column.name not in ("step", "update")])
-    arrays = [pa.array(values.get(column.name, nothing), column.type) for column in schema]
-    return pa.Table.from_arrays(arrays, schema=schema)
+        column = torch.where(r.written, column.float(), torch.nan)
+        values[DUMPED.get(name, name)] = per_response(column)
+    schema = pa.schema(list(SCHEMA)[2:])
+    for field_ in schema:
+        if field_.type == TEXT:
+            values[field_.name] = list(map(as_utf8, values[field_.name]))
+    return pa.table(values, schema=schema)
 
 
 def received_table(
@@ -772,12 +758,16 @@ class MetricsFile(Unstopped):
 
     def __init__(self, path: Path | str, last: int) -> None:
         super().__init__(path)
+
+        def is_earlier(line: bytes) -> bool:
+            return json.loads(line)["step"] <= last
+
         with self.attempt():
             if self.path.is_file():
                 lines = self.path.read_bytes().splitlines()
-                write_whole(
-                    self.path, b"".join(line + b"\n" for line in lines if _step(line) <= last)
-                )
+                # What is no whole line of a log has no step, and goes.
+                earlier = [line + b"\n" for line in lines if tolerant(is_earlier, line)]
+                write_whole(self.path, b"".join(earlier))
 
     def add(self, step: int, figures: Mapping[str, Any]) -> None:
         """Add a line of the figures that are numbers; null for one that is not finite, which JSON does not have."""
@@ -797,10 +787,3 @@ class MetricsFile(Unstopped):
 
     def close(self) -> None:
         """Nothing is open between two lines."""
-
-
-def _step(line: bytes) -> float:
-    """Give the step of a whole line; infinite where it is none."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        return float(json.loads(line)["step"])
-    return math.inf

@@ -6,8 +6,6 @@ Known cases: a single token with advantage A, a step of plain gradient descent o
 eta: the effect is ``eta A |grad log p|^2``. The same token in the same place with advantages A and -A: 0. A token whose
 logits share no parameter with those of the update: 0."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run locks the folder that it writes to, so that no second run writes there while it lives."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 option=default, ...) -> Weights``: x float (B, T) scores, finite where m, bool (B, T), is true: the tokens that are
 compared with each other. All in float64."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable
@@ -109,7 +107,7 @@ def bilevel(
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: h is ``log(1 + score)`` scaled
     to [0, 1] over the response, tau its quantile, by ``quantile_rule`` between two sorted scores or the one at index
     ``floor(quantile T)``. Equal scores all have weight 1. A score below -1 counts as -1."""
-    # Also where there is no response or no token, of which no extremum could be taken
+    # Also where there is no response or no token, of which no extremum could be taken.
     if not m.any():
         return Weights(torch.ones_like(x, dtype=torch.float32), 0.1)
     log = torch.log1p(x.double().clamp(min=-1 + 1e-8))
@@ -129,11 +127,11 @@ def _quantile(h: Tensor, m: Tensor, q: float, rule: str) -> Tensor:
     count = m.sum(-1, keepdim=True)
     last = (count - 1).clamp(min=0)
     s = torch.where(count > 0, torch.where(m, h, math.inf).sort(-1).values, 0.0)
-    if rule == "sorted":
-        # quantile=1 would be one past the last.
-        return s.gather(-1, torch.minimum((q * count.double()).long(), last))
     # Of scores 0, 0.5, 1 and q = 0.4 the place is 0.8, and the quantile 0.4.
     place = q * last.double()  # between two of the sorted scores
+    if rule == "sorted":
+        # quantile=1 would be one past the last.
+        place = torch.minimum((q * count.double()).floor(), last.double())
     index = place.long()
     below = s.gather(-1, index)
     above = s.gather(-1, torch.minimum(index + 1, last))
@@ -157,7 +155,7 @@ def power(x: Tensor, m: Tensor, exponent: Positive = 2.0) -> Weights:
     x = torch.where(m, x.double().clamp(min=0), 0.0)
     count = m.sum(-1, keepdim=True)
     mean = _mean(x, m)
-    # By the mean, so that no power that matters overflows
+    # By the mean, so that no power that matters overflows.
     p = torch.where(mean > 0, x / mean, 0.0).pow(exponent)
     total = p.sum(-1, keepdim=True)
     # mean^g total is the sum of x^g.

@@ -23,17 +23,8 @@ if TYPE_CHECKING:
     from grail_advantage.data import Rollouts, Row, RowScores
     from grail_advantage.model.interface import Model
 
-FAMILIES = (
-    "fitted",
-    "oar",
-    "policy",
-    "rlsd",
-    "saliency",
-    "shear",
-    "signed",
-    "text",
-    "turns",
-)  # the files of methods/
+# The files of methods/
+FAMILIES = ("fitted", "oar", "policy", "rlsd", "saliency", "shear", "signed", "text", "turns")
 METHODS: dict[str, type[BaseMethod]] = {}
 FAILURES: dict[str, Exception] = {}  # plug-ins that raised when they were imported
 RESERVED = ("token_weights", "token_dump")  # sections of ``algorithm`` that belong to the trainer
@@ -134,18 +125,17 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
     options = options or {}
     for option_name in fixed:
         if options.get(option_name) is not None:
-            raise ValueError(
-                f"{cls.section}.{option_name} is set by algorithm.adv_estimator: {cls.names}"
-            )
+            name = f"{cls.section}.{option_name}"
+            raise ValueError(f"{name} is set by algorithm.adv_estimator: {cls.names}")
     return cls(**{**options, **fixed})
 
 
 def failure_message() -> str:
     """Give the plug-ins that failed, as the end of a message; empty where none did."""
-    message = ""
-    for name, error in FAILURES.items():
-        message += f"; the plug-in {name} failed to import: {type(error).__name__}: {error}"
-    return message
+    return "".join(
+        f"; the plug-in {name} failed to import: {type(error).__name__}: {error}"
+        for name, error in FAILURES.items()
+    )
 
 
 class BaseMethod(BaseModel):
@@ -169,7 +159,9 @@ class BaseMethod(BaseModel):
     # run() must see the selected responses of a group together
     whole_groups: ClassVar[bool] = False
     ranks_entropy: ClassVar[bool] = False  # coarse values of the entropy would matter
-    metrics: ClassVar[dict[str, str]] = {}  # names and meanings of own_figures()
+    metrics: ClassVar[
+        dict[str, str]
+    ] = {}  # names and meanings of what scores() puts into Rollouts.figures
     if TYPE_CHECKING:
         span: Span  # which complete answer of a response counts; an option where answers matter
 
@@ -263,10 +255,6 @@ class BaseMethod(BaseModel):
             f"{type(self).__name__} names uses={self.uses!r} and has no run()"
         )
 
-    def own_figures(self, r: Rollouts) -> dict[str, float]:
-        """Give further metrics of a batch, by the names in :attr:`metrics`."""
-        return {}
-
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """Give scores (B, T), by default ``of_pass``, what :meth:`run` gave, NaN elsewhere. They are read in
         selected responses."""
@@ -329,8 +317,7 @@ class Method(BaseMethod):
     def inside_gate(self, r: Rollouts) -> Tensor:
         if self.gate == "all":
             return super().inside_gate(r)
-        is_positive = r.advantages > 0
-        return is_positive if self.gate == "correct" else ~is_positive
+        return (r.advantages > 0) == (self.gate == "correct")
 
     def select(self, r: Rollouts) -> Tensor:
         if self.whole_batch:
@@ -411,15 +398,12 @@ def message_of(error: ValidationError, section: str, cls: type[BaseModel]) -> st
     name = f"{section}.{'.'.join(map(str, location))}"
     if first["type"] != "extra_forbidden":
         return f"{name}={first['input']!r} {first['msg'].removeprefix('Input ')}"
+    option_name = location[0]
     hint = ""
-    owners = sorted(
-        {owner.section for owner in METHODS.values() if location[0] in owner.model_fields}
-    )
+    owners = {owner.section for owner in METHODS.values() if option_name in owner.model_fields}
     if owners:
-        hint = f" but one of {', '.join(owners)}"
-    maps = [
-        map_name for map_name, entry in MAPS.items() if location[0] in entry.options.model_fields
-    ]
+        hint = f" but one of {', '.join(sorted(owners))}"
+    maps = [key for key, entry in MAPS.items() if option_name in entry.options.model_fields]
     if maps and "reshaper_options" in cls.model_fields:
         hint = f" but of the map {maps[0]}, by reshaper_options"
     return f"{name} is not an option{hint}; the options are {', '.join(cls.model_fields) or 'none'}"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,9 +30,8 @@ METRICS = {
     "change_scores": "likewise elsewhere; all three are 0 if nothing changes",
 }
 """The figures of every batch and their meanings; those of answers and of the change are of a batch with a tokenizer. A
-method that gives token advantages has none of ``OF_WEIGHTS``; where the others speak of weights they mean ``|A_t|``,
-and a response has weight 1 where every ``A_t`` is its ``A``."""
-OF_WEIGHTS = ("average_weight", "weight_deviation", "clipped_low_rate", "clipped_high_rate")
+method that gives token advantages has no mean, deviation and bounds of weights; where the others speak of weights they
+mean ``|A_t|``, and a response has weight 1 where every ``A_t`` is its ``A``."""
 GRADIENT_METRICS = {
     "gradient_norm_p10": "10th percentile of the pass's gradient norms",
     "gradient_norm_p90": "90th percentile",
@@ -47,8 +45,8 @@ def change_of(change: np.ndarray, base: np.ndarray, content: np.ndarray) -> np.n
     """Compute the sums, float64 (3,), whose shares are the figures of :data:`CHANGE`.
 
     Args:
-        change: ``|A_t - A|``, 0 where nothing trains; the three are of the same shape.
-        base: ``A``.
+        change: ``|A_t - A|``, 0 where nothing trains.
+        base: ``A``, of the same shape or one a response.
         content: bool; the tokens of answers' content.
     """
     correct = content & (base > 0)
@@ -74,80 +72,60 @@ def figures(w: Weighed, norms: torch.Tensor | None) -> dict[str, float]:
     """
     r = w.rollouts
     mask = r.mask.numpy()
-    length = r.mask.sum(dim=1).numpy()
-    valid = length > 0
-    if not valid.any():
+    if not mask.any():
         return {}
-    size = r.advantages.double().abs().numpy()  # |A|
+    length = mask.sum(axis=1)
+    valid = length > 0
+    base = r.advantages.double().numpy()[:, None]
     if w.gave_advantages:
         # |A_t| takes the place of the weight, and a response's scale is 1 where anything of it trains.
-        weight = w.advantages.abs().double().numpy()
-        scale = (weight != 0).any(axis=1).astype(np.float64)
+        advantages = w.advantages.double().numpy()
+        weight = np.abs(advantages)
+        scale = weight.any(axis=1, keepdims=True).astype(np.float64)
         # In float32, as A_t is: next to a float64 A all would differ by rounding.
-        has_weight_one = (w.advantages == r.advantages[:, None].float()).numpy()
+        change = np.abs(advantages - base.astype(np.float32))
+        is_one = change == 0
     else:
         weight = w.weights.double().numpy()
-        scale = size
-        has_weight_one = weight == 1.0
+        scale = np.abs(base)
+        change = scale * np.abs(weight - 1.0)
+        is_one = weight == 1.0
 
-    def share(flags: np.ndarray) -> float:
-        return int((flags & valid).sum()) / int(valid.sum())
+    def share(flags: np.ndarray | torch.Tensor) -> float:
+        return float(np.asarray(flags)[valid].mean())
 
+    values = weight[mask]
     total = weight.sum(axis=1)
-    square = np.einsum("bt,bt->b", weight, weight)
-    average = total.sum() / length.sum()
-    # A response's squares about its own mean, and those of its mean about the batch's.
-    mean = total / np.maximum(length, 1)
-    centred = (weight - mean[:, None]) * mask
-    squares = np.einsum("bt,bt->b", centred, centred) + length * (mean - average) ** 2
-    variance = squares.sum() / length.sum()
+    square = (weight * weight).sum(axis=1)
     # A response whose weights are all 0 has no ratio.
-    weighed = valid & (square > 0)
-    ratio = total[weighed] ** 2 / (length[weighed] * square[weighed])
-    mass = (scale * total).sum()
-    unweighted = (size * length).sum()
-    top = 0.0
-    if mass > 0:
-        parts = (weight * scale[:, None])[mask & (scale > 0)[:, None]]
-        count = max(1, round(TOP_SHARE * len(parts)))
-        top = float(np.partition(parts, -count)[-count:].sum() / mass)
+    weighed = square > 0
+    ratio = total[weighed] ** 2 / (length * square)[weighed]
+    masses = (weight * scale)[mask & (scale > 0)]
+    mass = masses.sum()
+    unweighted = (np.abs(base[:, 0]) * length).sum()
+    count = max(1, round(TOP_SHARE * len(masses)))
     by_score = max(1, int(w.by_score.sum()))
     batch = {}
     if r.knows_answers:
-        batch["answer_found_rate"] = share(r.answered.numpy())
-    batch["selected_rate"] = share(w.selected.numpy())
-    batch["weight_one_rate"] = share((has_weight_one | ~mask).all(axis=1))
-    batch["non_finite_rate"] = share(w.failed.numpy())
+        batch["answer_found_rate"] = share(r.answered)
+    batch["selected_rate"] = share(w.selected)
+    batch["weight_one_rate"] = share((is_one | ~mask).all(axis=1))
+    batch["non_finite_rate"] = share(w.failed)
     if not w.gave_advantages:
-        batch["average_weight"] = float(average)
-        batch["weight_deviation"] = math.sqrt(variance)
+        batch["average_weight"] = float(values.mean())
+        batch["weight_deviation"] = float(values.std())
         batch["clipped_low_rate"] = int(w.low.sum()) / by_score
         batch["clipped_high_rate"] = int(w.high.sum()) / by_score
     batch["effective_sample_ratio"] = float(ratio.mean()) if len(ratio) else 0.0
-    batch["top_share"] = top
+    batch["top_share"] = 0.0
+    if mass > 0:
+        batch["top_share"] = float(np.partition(masses, -count)[-count:].sum() / mass)
     batch["advantage_scale"] = float(mass / unweighted) if unweighted > 0 else 0.0
     if r.knows_answers:
-        position = np.arange(mask.shape[1])
-        # (B, 3) as three columns (B, 1), for comparison with all positions.
-        _, content_start, content_end = r.bounds.numpy()[:, :, None].transpose(1, 0, 2)
-        content = (position >= content_start) & (position < content_end)
-        base = np.broadcast_to(r.advantages.numpy()[:, None], mask.shape)
-        if w.gave_advantages:
-            change = np.abs(w.advantages.double().numpy() - base.astype(np.float32))
-        else:
-            change = size[:, None] * np.abs(weight - 1.0)
-        batch.update(change_shares(change_of(change * mask, base, content)))
-    return batch | _gradient_figures(norms)
-
-
-def _gradient_figures(norms: torch.Tensor | None) -> dict[str, float]:
-    """Compute the figures of :data:`GRADIENT_METRICS`, by nearest rank, where there are gradients."""
-    if norms is None:
-        return {}
-    sizes = norms[norms.isfinite()].numpy()
-    if not len(sizes):
-        return {}
-    low = max(1, math.ceil(0.1 * len(sizes))) - 1
-    high = max(1, math.ceil(0.9 * len(sizes))) - 1
-    sizes.partition([low, high])
-    return {"gradient_norm_p10": float(sizes[low]), "gradient_norm_p90": float(sizes[high])}
+        batch.update(change_shares(change_of(change * mask, base, r.content.numpy())))
+    finite = np.array([]) if norms is None else norms[norms.isfinite()].numpy()
+    if len(finite):
+        # The nearest rank: of 7 norms the first and the seventh.
+        for name, quantile in zip(GRADIENT_METRICS, (0.1, 0.9), strict=True):
+            batch[name] = float(np.quantile(finite, quantile, method="inverted_cdf"))
+    return batch

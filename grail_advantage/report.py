@@ -1,8 +1,6 @@
 """``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network; docs/report.md reads
 it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -50,13 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--row", type=int, help="of --figure, in the step's batch; default: the first with scores")
     add("--width", type=float, default=6.75, help="of --figure, in inches; default: %(default)g")
     args = parser.parse_args(argv)
-    # Not above: --help need not wait for torch.
-    from grail_advantage.view.page import write_report
-    from grail_advantage.view.run import open_run
-
     try:
+        # Not above: --help need not wait for torch, and the message names the extra of a package that is missing.
+        from grail_advantage.view.page import write_report
+        from grail_advantage.view.run import open_run
+
         if args.figure:
-            # Within the try: matplotlib comes with an extra, which the message names.
             from grail_advantage.view.figure import write_figure
 
             run = open_run(args.run)

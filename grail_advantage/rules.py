@@ -5,11 +5,9 @@ The tables are ``verl_ext/rules.py``, ``trl_ext/rules.py`` and ``recipe/rules.py
 ``methods/biases.py``. ``scripts/docs_pages.py`` writes them into the pages.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
@@ -22,7 +20,7 @@ class Named(Protocol):
         """Give ``option=value``, for messages."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """It names a setting with which something does not work, or works otherwise than somebody may think."""
 
@@ -33,6 +31,7 @@ class Rule:
     because: str
     remedy: str | Callable[[Any], str]
     """A text, or a function that makes it of the settings."""
+    _: KW_ONLY
     warned: bool = False
     """Whether a run that breaks the rule starts all the same, with a warning."""
 

@@ -1,14 +1,11 @@
 """This module goes from rollouts to token advantages, the one way that every host goes: base advantages -> which
 responses need scores -> columns -> a pass through the model -> scores -> weights -> advantages."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -60,22 +57,19 @@ def weigh(
     names = [name for name in DUMPED if name in method.reads]
     # Also where nothing is selected: other ranks may wait in the host's forward.
     rollouts = with_columns(rollouts, names, host, indices)
-    columns = {}
-    for name in names:
-        if name in rollouts.columns:
-            # NaN where the model did not write: a score that reads there fails, and no neighbour's length decides it.
-            columns[name] = rollouts.columns[name].masked_fill(~r.written, math.nan)
+    # NaN where the model did not write: a score that reads there fails, and no neighbour's length decides it.
+    columns = {
+        name: rollouts.columns[name].masked_fill(~r.written, math.nan)
+        for name in names
+        if name in rollouts.columns
+    }
     r = replace(r, columns=columns)
-    of_pass = None
-    norms = None
-    if method.uses:
-        of_pass, norms = _run_pass(host, method, r, indices)
+    of_pass, norms = _run_pass(host, method, r, indices)
     scores = _nowhere(r)
     if indices:
         # A method may give scores of other tokens, too, which nobody reads.
-        scores = torch.where(
-            selected[:, None] & r.mask, _scores(method, r, of_pass).float(), scores
-        )
+        is_read = selected[:, None] & r.mask
+        scores = torch.where(is_read, _scores(method, r, of_pass).float(), scores)
     if isinstance(method, AdvantageMethod):
         weighed = _given_advantages(method, r, selected, scores)
         consequence = "train as in GRPO" if method.non_finite_trains else "train nothing"
@@ -93,9 +87,7 @@ def weigh(
             consequence,
         )
     # The rates are of the host's advantages: in the method's what is not finite is 0.
-    metrics = {**figures(weighed, norms), **_rates(rollouts)}
-    if indices:
-        metrics.update(method.own_figures(r))
+    metrics = {**figures(weighed, norms), **_rates(rollouts), **r.figures}
     return replace(weighed, rollouts=rollouts, no_scores=_no_scores(weighed), metrics=metrics)
 
 
@@ -116,14 +108,12 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     """Give the rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
     ``groups``, rows with the same number meet on one rank, whatever their numbers."""
     members: dict[int, list[int]] = {}
-    for row in range(len(costs)):
-        members.setdefault(row if groups is None else groups[row], []).append(row)
-    by_cost = sorted(
-        ((sum(costs[row] for row in rows), rows) for rows in members.values()), reverse=True
-    )
+    for row, group in enumerate(groups or range(len(costs))):
+        members.setdefault(group, []).append(row)
+    by_cost = [(sum(costs[row] for row in rows), rows) for rows in members.values()]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
-    for cost, rows in by_cost:
+    for cost, rows in sorted(by_cost, reverse=True):
         # The dearest first: to a rank with the fewest rows, among these to the one with the least work.
         rank = min(
             range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank])
@@ -140,8 +130,10 @@ def _nowhere(r: Rollouts) -> Tensor:
 
 def _run_pass(
     host: Host, method: BaseMethod, r: Rollouts, indices: Sequence[int]
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Give scores of a pass through the model, (B, T), NaN elsewhere, and its gradient norms, 1-D, if it has any."""
+    if not method.uses:
+        return None, None
     if indices:
         method.check_tokenizer(r.tokenizer)
     rows = [method.prepare(r.row(index), r.tokenizer) for index in indices]
@@ -198,19 +190,17 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
     """Make ``A_t = w_t A``: scores go through the method's map, then come its own answer weights, then the sum of each
     response's weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on
     every token."""
-    position = torch.arange(r.mask.shape[1], device="cpu")
     answer = method.answer_weights()
     compared = r.mask
     weighed = r.mask  # tokens whose weight comes from their score
     needed = r.mask  # tokens whose score must be finite
-    if answer is not None or method.statistics == "reasoning":
-        answer_start, content_start, content_end = r.bounds[:, :, None].unbind(1)  # (B, 1) each
-        before_answer = r.mask & (position < answer_start)
-        weighed = before_answer
-        if method.statistics == "reasoning":
-            compared = before_answer
-        if answer is None:
-            needed = before_answer
+    if method.statistics == "reasoning":
+        compared = r.mask & r.reasoning
+        weighed = compared
+        needed = compared
+    if answer is not None:
+        weighed = r.mask & r.reasoning
+        needed = r.mask
 
     scored = selected[:, None] & _all_finite(scores, needed)
     mapped = Weights(torch.ones_like(scores))
@@ -235,10 +225,8 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
             is_excluded = r.answered & ~method.inside_gate(r) & (r.advantages != 0)
             takes = scored | is_excluded[:, None]
         # The content second, as it lies within the answer.
-        w = torch.where(takes & (position >= answer_start), boundary_weight, w)
-        w = torch.where(
-            takes & (position >= content_start) & (position < content_end), content_weight, w
-        )
+        w = torch.where(takes & ~r.reasoning, boundary_weight, w)
+        w = torch.where(takes & r.content, content_weight, w)
     elif mapped.elsewhere != 1.0:
         # A response without a compared token has nothing to weigh the others against.
         w = torch.where(scored & compared.any(1, keepdim=True) & ~compared, mapped.elsewhere, w)
@@ -308,10 +296,8 @@ def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
         for index in indices:
             tokens = among[index].nonzero().flatten()
             begins = (tokens.diff() > 1) | (values[index, tokens].diff() != 0)
-            edges = [0, *(begins.nonzero().flatten() + 1).tolist(), len(tokens)]
-            steps += [
-                (index, tokens[start:stop]) for start, stop in pairwise(edges) if start < stop
-            ]
+            parts = tokens.tensor_split(begins.nonzero().flatten() + 1)
+            steps += [(index, part) for part in parts if len(part)]
         order = _order(r, indices[0], len(steps)).tolist()
         for (index, tokens), place in zip(steps, order, strict=True):
             source, its_tokens = steps[place]
@@ -328,13 +314,12 @@ def _given_advantages(
     if method.control == "shuffled":
         among = scored[:, None] & r.mask
         if method.reads_answer:
-            position = torch.arange(r.mask.shape[1], device="cpu")
-            among = among & (~r.answered[:, None] | (position < r.bounds[:, :1]))
+            among = among & (~r.answered[:, None] | r.reasoning)
         advantages = _steps_shuffled(scores, among, r)
     a = torch.where(scored[:, None], advantages, r.advantages.float()[:, None])
     if not method.non_finite_trains:
         a = torch.where((selected & ~scored)[:, None], 0.0, a)
-    nowhere = torch.zeros_like(r.mask)
+    nowhere = torch.zeros_like(r.mask)  # no advantage has bounds
     return Weighed(
         method=method,
         rollouts=r,
@@ -356,12 +341,10 @@ def _rates(r: Rollouts) -> dict[str, float]:
     if not written.any():
         return {}
     # The advantage of a response without a reward is NaN.
-    flags = {"unjudged_rate": ~within_range(r.advantages)}
+    rates = {"unjudged_rate": ~within_range(r.advantages[written])}
     if r.truncated is not None:
-        flags["truncated_rate"] = r.truncated
-    return {
-        name: int((flagged & written).sum()) / int(written.sum()) for name, flagged in flags.items()
-    }
+        rates["truncated_rate"] = r.truncated[written]
+    return {name: float(flags.double().mean()) for name, flags in rates.items()}
 
 
 def _no_scores(w: Weighed) -> list[str | None]:

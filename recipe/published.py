@@ -20,7 +20,8 @@ from yaml import YAMLError
 from grail_advantage.text_io import table, visible
 from recipe.data.specs import PUBLISHED_SUFFIX, SPECS
 
-GPUS = 4  # of the published run (src/train/grpo.sh)
+# Those of the published run (src/train/grpo.sh).
+GPUS = 4
 
 
 @dataclass(frozen=True)

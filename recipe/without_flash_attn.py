@@ -50,9 +50,11 @@ def torch_varlen(
         )
     # Positions 0 1 2 0 1 jump at 0, at 3 and at the end, 5.
     jumps_N = position_ids[0].diff(prepend=position_ids[0, :1], append=position_ids[0, :1]) != 1
-    limits = jumps_N.nonzero().flatten().int()  # 0, the start of each further sequence, and N
+    # 0, the start of each further sequence, and N: 0, 3 and 5.
+    limits = jumps_N.nonzero().flatten().int()
     longest = int(limits.diff().max())
-    group = heads // key_1HND.shape[1]  # heads of queries that share one of keys and values
+    # Heads of queries that share one of keys and values.
+    group = heads // key_1HND.shape[1]
     output_NHD = varlen.varlen_attn(
         # A projection's output has the type of the computation; norms may have float32.
         query_1HND[0].transpose(0, 1).to(value_1HND.dtype).contiguous(),

@@ -12,10 +12,10 @@ import inspect
 import json
 import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -45,7 +45,8 @@ WORDS = {
     "ref_log_probs": "reference log-probabilities",
     "messages": "what tools and users said",
 }
-SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "maximum": "<="}
+KINDS = {"boolean": "`true`, `false`", "integer": "integer", "string": "text", "object": "mapping"}
+"""Types of a JSON schema, as the page names them, where their own names do not serve."""
 KNOWN = [
     build(name)
     for name, kind in sorted(methods().items())
@@ -60,62 +61,57 @@ KNOWN_MAPS = sorted(
 )
 
 
-class Option(NamedTuple):
-    """An option, in the page's words."""
-
-    name: str
-    default: str
-    allowed: str
-    meaning: str
-
-    @property
-    def item(self) -> str:
-        """Returns an item of a list; ``allowed`` is what the default does not say."""
-        allowed = self.allowed
-        if allowed.startswith("`"):
-            further = [choice for choice in allowed.split(", ") if choice not in self.default]
-            allowed = f"or {', '.join(further)}" if further else ""
-        values = "; ".join(filter(None, [self.default, allowed]))
-        return f"- {self.name} ({values}): {_names(self.meaning)}"
-
-
-def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -> list[Option]:
-    """Returns the options of a class, its own before those that it inherits."""
-    fixed = {name for method in of_class for name in methods()[method.name].names[method.name]}
-    schemas = {}
-    for name, about in owner.model_json_schema().get("properties", {}).items():
-        if name not in fixed:
-            schemas[name] = {**about, **about.get("anyOf", [{}])[0]}
+def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -> list[list[str]]:
+    """Returns name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
+    fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
+    properties = owner.model_json_schema().get("properties", {})
+    schemas = {
+        name: {**about, **about.get("anyOf", [{}])[0]}
+        for name, about in properties.items()
+        if name not in fixed
+    }
 
     def value_of(option: str, **changed: Any) -> Any:
         return getattr(build(of_class[0].name, changed) if of_class else owner(**changed), option)
 
-    options = []
-    own_first = [name for name in inspect.get_annotations(owner) if name in schemas]
-    for name in dict.fromkeys([*own_first, *schemas]):
-        schema = schemas[name]
+    def default(name: str) -> str:
         value = value_of(name)
-        defaults = [_value(value)]
-        # A default that the schema does not have may follow from another option, such as a preset.
-        if schema.get("default") is None and value is not None:
+        texts = [_value(value)]
+        if schemas[name].get("default") is None and value is not None:  # other options may decide
             # The control decides no option, and not every class takes each of its values.
-            for cause in [cause for cause in schemas if cause not in (name, "control")]:
-                for choice in schemas[cause].get("enum", ()):
-                    changed = value_of(name, **{cause: choice})
+            for option in [option for option in schemas if option not in (name, "control")]:
+                for choice in schemas[option].get("enum", ()):
+                    changed = value_of(name, **{option: choice})
                     if changed != value:
-                        defaults.append(f"{_value(changed)} with `{choice}`")
-        limits = [f"{sign} {schema[key]:g}" for key, sign in SIGNS.items() if key in schema]
+                        texts.append(f"{_value(changed)} with `{choice}`")
+        return "; ".join(texts)
+
+    def allowed(name: str) -> str:
+        schema = schemas[name]
+        signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
+        limits = " and ".join(
+            f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema
+        )
+        limits = (
+            limits.replace(">= 0 and <= 1", "0 to 1")
+            .replace(" and <= 1", ", <= 1")
+            .replace("> 0 and 0 to 1", "> 0, <= 1")
+        )
+        kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip().removeprefix(
+            "number "
+        )
         choices = KNOWN_MAPS if name == "reshaper" else schema.get("enum", ())
-        allowed = ", ".join(f"`{choice}`" for choice in choices)
-        if not choices and schema.get("type") == "integer":
-            allowed = "integer "
-        # A number from 0 on may have to be above 0, too.
-        allowed += ", ".join(limits).replace("> 0, >= 0", "> 0")
-        if value is None:
-            allowed += " or `null`"
-        meaning = schema.get("description", "")
-        options.append(Option(f"`{name}`", "; ".join(defaults), allowed, meaning))
-    return options
+        return (", ".join(f"`{choice}`" for choice in choices) or kind) + " or `null`" * (
+            value_of(name) is None
+        )
+
+    names = dict.fromkeys(
+        [*(name for name in inspect.get_annotations(owner) if name in schemas), *schemas]
+    )
+    return [
+        [f"`{name}`", default(name), allowed(name), schemas[name].get("description", "")]
+        for name in names
+    ]
 
 
 def overview() -> list[str]:
@@ -139,73 +135,114 @@ def overview() -> list[str]:
 
 
 def reference() -> list[str]:
-    """Returns inputs and modes, the options that several classes share, a section for each class, and the maps."""
-    options = {owner: known_options(owner, of_class) for owner, of_class in BY_CLASS.items()}
-    # Equal names may have other meanings in other classes.
-    owners: defaultdict[tuple[str, str], list[type]] = defaultdict(list)
-    defaults: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for owner, of_owner in options.items():
-        for option in of_owner:
-            key = option.name, option.meaning
-            owners[key].append(owner)
-            defaults[key][option.default] += 1
-    shared: defaultdict[str, list[str]] = defaultdict(list)
-    sections: list[str] = []
-    for owner, of_class in BY_CLASS.items():
-        special = []
-        otherwise = []
-        for option in options[owner]:
-            key = option.name, option.meaning
-            default = defaults[key].most_common(1)[0][0]
-            if len(owners[key]) == 1:
-                special.append(option.item)
-            elif option.default != default:
-                otherwise.append(f"{option.name} ({option.default})")
-            if len(owners[key]) > 1 and owners[key][0] is owner:
-                shared[_owners(owners[key])].append(option._replace(default=default).item)
-        sections += [*_introduction(owner, of_class), "", *special]
-        if otherwise:
-            sections += ["", f"Other defaults: {', '.join(otherwise)}."]
+    """Returns inputs and modes, the shared options, a section for each method, and the maps."""
+    general = known_options(Method)
+    rows = {owner: known_options(owner, of_class) for owner, of_class in BY_CLASS.items()}
+    general_names = {row[0] for row in general}
+    counts = Counter(_about(row) for of_class in rows.values() for row in of_class)
+    defaults = {row[0]: row[1] for row in general}
+    shared: dict[str, list[list[str]]] = {}
+    for row in general:
+        shared.setdefault(_owners(row[0].strip("`")), []).append(row)
+    for about in [
+        about for about, count in counts.items() if count > 1 and about[0] not in defaults
+    ]:
+        name = about[0]
+        by_owner = {
+            owner: row[1]
+            for owner, of_class in rows.items()
+            for row in of_class
+            if _about(row) == about
+        }
+        defaults.setdefault(name, Counter(by_owner.values()).most_common(1)[0][0])
+        owners = ", ".join(_heading(BY_CLASS[owner]) for owner in by_owner)
+        shared.setdefault(owners, []).append([name, defaults[name], *about[1:]])
     lines = [*_modes(), "", "## Shared options"]
-    for heading, items in shared.items():
-        lines += ["", f"{heading}:", "", *items]
+    for owners, options in shared.items():
+        lines += ["", f"{owners}:".capitalize(), "", *map(_item, options)]
+    lines += ["", "## Each method"]
+    for owner, of_class in BY_CLASS.items():
+        lines += _introduction(owner, of_class)
+        # What several classes have is explained once, above.
+        special = [
+            row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1
+        ]
+        if special:
+            lines += ["", *map(_item, special)]
+        set_otherwise = [
+            f"{row[0]} ({row[1]})"
+            for row in rows[owner]
+            if row not in special and row[1] != defaults[row[0]]
+        ]
+        if set_otherwise:
+            lines += ["", f"Other defaults: {', '.join(set_otherwise)}."]
     maps = []
     for name in KNOWN_MAPS:
         meaning = " ".join(_paragraphs(inspect.getdoc(MAPS[name].function) or ""))
-        items = ", ".join(
-            f"{option.name} ({option.default}; {option.allowed})"
-            for option in known_options(MAPS[name].options)
+        options = ", ".join(
+            f"{row[0]} ({_values(row)})" for row in known_options(MAPS[name].options)
         )
-        users = [row for row in KNOWN if isinstance(row, Mapped) and row.reshaper == name]
-        maps.append([f"`{name}`", meaning, items, _heading(users)])
-    lines += ["", "## Each method", *sections, "", "## Maps", ""]
-    return [*lines, *table(["map", "weights", "options", "default of"], maps)]
+        users = [
+            method for method in KNOWN if isinstance(method, Mapped) and method.reshaper == name
+        ]
+        maps.append([f"`{name}`", meaning, options, _heading(users)])
+    return [*lines, "", "## Maps", "", *table(["map", "weights", "options", "default of"], maps)]
 
 
-def _owners(owners: Sequence[type]) -> str:
-    """Returns the methods of these classes, or which are none of them where they are fewer."""
-    members = [method for method in KNOWN if type(method) in owners]
-    rest = [method for method in KNOWN if type(method) not in owners]
-    if not rest:
-        return "Every method"
-    return f"All but {_heading(rest)}" if len(rest) < len(members) else _heading(members)
+def _item(row: list[str]) -> str:
+    """Returns an option as an item of a list."""
+    return f"- {row[0]} ({_values(row)}): {_names(row[3])}"
+
+
+def _values(row: list[str]) -> str:
+    """Returns an option's default, and what else is allowed."""
+    _, default, allowed, _ = row
+    if allowed in (KINDS["string"], KINDS["object"]):
+        return default
+    if not allowed.startswith("`"):
+        return f"{default}; {allowed}"
+    choices = [
+        choice for choice in allowed.split(", ") if choice not in re.findall("`[^`]*`", default)
+    ]
+    if not choices or choices == [KINDS["boolean"].replace(default, "").strip(", ")]:
+        return default
+    return f"{default}; or {', '.join(choices)}"
+
+
+def _about(row: list[str]) -> tuple[str, ...]:
+    """Returns what methods share of an option: its name, allowed values and meaning."""
+    name, _, allowed, meaning = row
+    return name, allowed, meaning
 
 
 def _modes() -> list[str]:
-    rows = []
+    reads: dict[str, list[BaseMethod]] = {}
+    uses: dict[str, list[BaseMethod]] = {}
     for method in KNOWN:
-        reads = ", ".join(WORDS.get(column, column) for column in READS if column in method.reads)
-        rows.append([f"`{method.name}`", reads, WORDS.get(method.uses, method.uses or "")])
+        names = (
+            ", ".join(WORDS.get(column, column) for column in READS if column in method.reads)
+            or "nothing"
+        )
+        reads.setdefault(names, []).append(method)
+        if method.uses:
+            uses.setdefault(WORDS.get(method.uses, method.uses), []).append(method)
+    rows = [[_heading(of_words), words] for words, of_words in reads.items()]
+    passes = [f"{words} by {_heading(of_words)}" for words, of_words in uses.items()]
     unsharded = _heading([method for method in KNOWN if method.uses in verl_rules.NEEDED_WHOLE])
     entropy = _heading([method for method in KNOWN if "entropy" in method.reads])
-    return [
+    lines = [
         "## Inputs and modes",
         "",
-        *table(["`algorithm.adv_estimator`", "reads of the batch", "uses of the model"], rows),
-        "",
-        f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}.",
-        "`compute_token_weights` computes log-probabilities and entropies that are not given.",
+        *table(["`algorithm.adv_estimator`", "reads of the batch"], rows),
     ]
+    lines += ["", f"Uses of the model: {'; '.join(passes)}."]
+    lines += [
+        f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}."
+    ]
+    lines += [
+        "`compute_token_weights` computes log-probabilities and entropies that are not given."
+    ]
+    return lines
 
 
 def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> list[str]:
@@ -230,6 +267,21 @@ def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> li
         if needs:
             lines += [f"`{method.name}` needs {' and '.join(needs)}.", ""]
     return lines[:-1]
+
+
+def _owners(option: str) -> str:
+    """Returns the methods that have an option of :class:`Method`, in words."""
+    of_weights = {
+        method.name: option in type(method).model_fields
+        for method in KNOWN
+        if isinstance(method, Method)
+    }
+    if all(option in type(method).model_fields for method in KNOWN):
+        return "every method"
+    without = ", ".join(f"`{name}`" for name, has in of_weights.items() if not has)
+    if not without:
+        return "methods of weights"
+    return f"methods of weights but {without}"
 
 
 def _heading(of_class: Sequence[BaseMethod]) -> str:
@@ -274,18 +326,19 @@ def figures() -> list[str]:
 
 def trl() -> list[str]:
     """Returns what TRL's trainer refuses and warns of, but for biases of turns."""
-    skipping = _of_rules("refused with `skip_zero_advantage=True`", trl_rules.AGAINST_SKIPPING)
-    refused, warned = _by_outcome(trl_rules.RULES)
-    return [*refused, "", *skipping, "", *warned]
+    lines = _of_rules("refused", [rule for rule in trl_rules.RULES if not rule.warned])
+    lines += ["", *_of_rules("refused with `skip_zero_advantage=True`", trl_rules.AGAINST_SKIPPING)]
+    return [*lines, "", *_of_rules("warned of", _own_warnings(trl_rules.RULES))]
 
 
 def biases() -> list[str]:
     """Returns the biases of turns, by the options of both hosts."""
     # biases_of_turns() makes the rules of both hosts, in one order.
-    of_verl, of_trl = (filter(_is_bias, host.RULES) for host in (verl_rules, trl_rules))
-    rows = []
-    for in_verl, in_trl in zip(of_verl, of_trl, strict=True):
-        rows.append([_options(in_verl), _options(in_trl), in_verl.because.removeprefix(BIAS)])
+    of_verl, of_trl = (filter(_is_bias, rules) for rules in (verl_rules.RULES, trl_rules.RULES))
+    rows = [
+        [_options(in_verl), _options(in_trl), in_verl.because.removeprefix(BIAS)]
+        for in_verl, in_trl in zip(of_verl, of_trl, strict=True)
+    ]
     return table(["in verl", "in TRL", "bias"], rows)
 
 
@@ -293,30 +346,32 @@ def _is_bias(rule: Rule) -> bool:
     return rule.because.startswith(BIAS)
 
 
-def _by_outcome(rules: Sequence[Rule]) -> tuple[list[str], list[str]]:
-    """Returns the tables of what is refused and what is warned of, but for biases of turns."""
-    warned = [rule for rule in rules if rule.warned and not _is_bias(rule)]
-    refused = [rule for rule in rules if not rule.warned]
-    return _of_rules("refused", refused), _of_rules("warned of", warned)
+def _own_warnings(rules: Iterable[Rule]) -> list[Rule]:
+    return [rule for rule in rules if rule.warned and not _is_bias(rule)]
 
 
 def _options(rule: Rule) -> str:
     """Returns a rule's options without the sections that most have in front; of several with one name the first."""
     names = [rule.option] if isinstance(rule.option, str) else rule.option
-    texts: dict[str, str] = {}
-    for name in names:
-        short = re.sub("^(actor_rollout_ref|algorithm)[.]", "", name)
-        texts.setdefault(name.split(".")[-1], f"`{short}`")
-    return ", ".join(texts.values())
+    # Reversed, so that of two options with one last name the first stays.
+    last = {name.split(".")[-1]: name for name in reversed(names)}
+    texts = [
+        re.sub("^(actor_rollout_ref|algorithm)[.]", "", name)
+        for name in names
+        if name in last.values()
+    ]
+    return ", ".join(f"`{name}`" for name in texts)
 
 
 def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
     """Returns a table of options by reason."""
-    by_reason: defaultdict[str, list[str]] = defaultdict(list)
+    by_reason: dict[str, dict[str, None]] = {}
     for rule in rules:
-        by_reason[rule.because].append(_options(rule))
-    rows = [[", ".join(dict.fromkeys(options)), _names(why)] for why, options in by_reason.items()]
-    return table([heading, "because"], rows)
+        by_reason.setdefault(rule.because, {})[_options(rule)] = None
+    return table(
+        [heading, "because"],
+        [[", ".join(options), _names(why)] for why, options in by_reason.items()],
+    )
 
 
 def patches() -> list[str]:
@@ -349,8 +404,7 @@ def contract() -> list[str]:
     it may write."""
     lines = ["```python"]
     for record in (Rollouts, Row, RowScores):
-        # Keys: of hosts
-        source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]
+        source = re.split(r"\n    def |\n    keys:", inspect.getsource(record))[0]  # keys: of hosts
         names = [*record.__dataclass_fields__, "#"]
         source = re.sub(
             "  # type: ignore.*", "", source.replace("field(default_factory=dict)", "{}")
@@ -389,41 +443,42 @@ def published() -> list[str]:
     return table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows)
 
 
-def passages() -> dict[tuple[str, str], list[str]]:
-    """Returns the lines of each passage by its page and the name of its markers."""
-    refused, warned = _by_outcome(verl_rules.RULES)
-    skipping = _of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING)
-    forward = _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE)
-    return {
-        ("methods", "methods"): overview(),
-        ("reference_methods", "methods"): reference(),
-        ("metrics", "metrics"): figures(),
-        ("works_with", "refused"): refused,
-        ("works_with", "warned"): warned,
-        ("works_with", "kept"): skipping,
-        ("works_with", "trl"): trl(),
-        ("loss_and_advantage", "forward"): forward,
-        ("turns", "biases"): biases(),
-        ("what_installing_changes", "patches"): patches(),
-        ("write_your_own", "contract"): contract(),
-        ("published", "published"): published(),
-    }
+def passages() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield a page, the name of its markers, and the lines between them."""
+    verls = verl_rules.RULES
+    yield "methods.md", "methods", overview()
+    yield "reference_methods.md", "methods", reference()
+    yield "metrics.md", "metrics", figures()
+    yield (
+        "works_with.md",
+        "refused",
+        _of_rules("refused", [rule for rule in verls if not rule.warned]),
+    )
+    yield "works_with.md", "warned", _of_rules("warned of", _own_warnings(verls))
+    yield "works_with.md", "kept", _of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING)
+    yield (
+        "loss_and_advantage.md",
+        "forward",
+        _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE),
+    )
+    yield "turns.md", "biases", biases()
+    yield "works_with.md", "trl", trl()
+    yield "what_installing_changes.md", "patches", patches()
+    yield "write_your_own.md", "contract", contract()
+    yield "published.md", "published", published()
 
 
-def main() -> int:
-    """Write all passages, or with ``--check`` compare them; returns 1 where one is not current."""
+if __name__ == "__main__":
     status = 0
-    for (page, marker), lines in passages().items():
-        file = ROOT / f"docs/{page}.md"
+    for page, marker, lines in passages():
+        file = ROOT / "docs" / page
         passage = "\n".join(lines)
         if sys.argv[1:] != ["--check"]:
             write_marked(file, marker, passage)
         elif marked(file.read_text(encoding="utf-8"), marker) != passage.strip():
-            message = f"{file}: {marker} is not current; run python scripts/docs_pages.py"
-            print(message, file=sys.stderr)
+            print(
+                f"docs/{page}: {marker} is not current; run python scripts/docs_pages.py",
+                file=sys.stderr,
+            )
             status = 1
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status)

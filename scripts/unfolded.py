@@ -16,7 +16,6 @@ ROOMS = (
     # A session's field and an argument are called `before`
     ":!grail_advantage/methods/sessions.py",
     ":!grail_advantage/methods/turn_lists.py",
-    ":!tests/core/*receipt*",
     ":!tests/view/synthetic.py",
     ":!tests/view/test_[!a]*",
 )

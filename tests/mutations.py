@@ -1,6 +1,6 @@
 """Planted faults: one change in one function, and the test that must fail then.
 
-    python -m tests.mutations [PARTS OF NAMES AND FILES]
+    python -m tests.mutations [PARTS OF FILES, FUNCTIONS, CHANGES AND TESTS]
 
 A change is told by what it means, so that it outlives other names of locals and another form of the function. It is a pattern
 of Python and what takes its place: a single capital letter stands for any expression, ``...`` for the other arguments of a
@@ -38,14 +38,12 @@ IMPORTED = (
     "verl.workers.engine_workers",
     "verl.trainer.ppo.v1",
 )
+FORK = multiprocessing.get_context("fork")
 NO_PLUGINS = {"VERL_USE_EXTERNAL_PLUGINS": "none"}
 """So that verl is imported without this project, of which each fork imports a copy."""
 
 
 class Fault(NamedTuple):
-    """A change, as ``pattern => what takes its place``, in ``file::function``, and the test below ``tests`` that sees it."""
-
-    name: str
     where: str
     change: str
     test: str
@@ -59,519 +57,439 @@ class Fault(NamedTuple):
         return self.test.startswith("trl_ext")
 
 
+# In ``file::function`` a change, as ``pattern => what takes its place``, and the test below ``tests`` that sees it.
+TABLE = {
+    # --- What a trainer hands to the worker
+    "grail_advantage/verl_ext/host.py::WeighingTrainer.scores": {
+        # A pass at temperature 1.
+        "build_request(..., temperature=A) => build_request(..., temperature=1.0)": (
+            "verl_ext/test_hosts.py"
+        ),
+        # A pass in step 0.
+        "build_request(..., step=A) => build_request(..., step=0)": "verl_ext/test_hosts.py",
+        # A pass without a padding token.
+        "build_request(..., pad_token=A) => build_request(..., pad_token=None)": (
+            "verl_ext/test_hosts.py"
+        ),
+        # A pass for one rank.
+        "data_parallel_size(A) => 1": (
+            "verl_ext/test_one_step.py::test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none"
+        ),
+        # A pass deals groups out.
+        "A if B.whole_groups else None => None": (
+            "verl_ext/test_one_step.py::test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none"
+        ),
+        # A copy belongs to a group.
+        "replace(A, group=-1) => A": (
+            "verl_ext/test_one_step.py::test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none"
+        ),
+    },
+    "grail_advantage/verl_ext/host.py::_rollouts": {
+        # A record in step 0.
+        "Rollouts(..., step=A) => Rollouts(..., step=0)": "verl_ext/test_hosts.py",
+        # A record with the mean over all tokens.
+        "Rollouts(..., mean=A) => Rollouts(...)": (
+            "verl_ext/test_one_step.py::test_the_mean_of_the_runs_loss"
+        ),
+        # A run's own format of answers is lost.
+        "Rollouts(..., answer=A) => Rollouts(...)": (
+            "verl_ext/test_one_step.py::test_answers_in_another_format"
+        ),
+        # Responses without a run's keys.
+        "Rollouts(..., keys=A) => Rollouts(...)": (
+            "verl_ext/test_step_dump.py::TestFacts::test_facts_of_the_data_and_of_the_reward_function"
+        ),
+    },
+    "grail_advantage/verl_ext/host.py::mean_of_loss": {
+        # The mean of a loss without its factor.
+        "agg_loss(..., loss_scale_factor=A) => agg_loss(...)": (
+            "verl_ext/test_one_step.py::test_the_mean_of_the_runs_loss"
+        ),
+    },
+    "grail_advantage/verl_ext/trainer.py::_log_probs_now": {
+        # The effect at temperature 1.
+        "self.settings[A] => 1.0": (
+            "verl_ext/test_step_dump.py::TestReceived::test_the_effect_is_the_change_since_the_old_log_probabilities"
+        ),
+    },
+    "grail_advantage/verl_ext/dump.py::UpdateDump.__init__": {
+        # A dump of temperature 1.
+        "StepDump(..., temperature=A) => StepDump(..., temperature=1.0)": (
+            "verl_ext/test_step_dump.py::TestFacts::test_facts_of_the_data_and_of_the_reward_function"
+        ),
+    },
+    "grail_advantage/verl_ext/trainer.py::_compute_advantage": {
+        # Every update is the step's first.
+        "self._report(..., update=A) => self._report(..., update=0)": (
+            "verl_ext/test_step_dump.py::TestFacts::test_every_so_many_steps_and_rows_of_every_update"
+        ),
+    },
+    "grail_advantage/verl_ext/trainer.py::_init_dataloader": {
+        # Every update writes the step's responses.
+        "self._look_at_data(updates=A) => self._look_at_data(updates=1)": (
+            "verl_ext/test_step_dump.py::TestFacts::test_every_so_many_steps_and_rows_of_every_update"
+        ),
+    },
+    "grail_advantage/verl_ext/dump.py::UpdateDump.receive": {
+        # Every receipt is of the step's first update.
+        "record_of(A, B, C, D) => record_of(A, B, C, 0)": (
+            "verl_ext/test_step_dump.py::TestReceived::test_before_a_later_update_of_a_step_the_policy_has_moved"
+        ),
+        # Any finding is a mismatch.
+        "sum(A.mismatch for A in B) => sum(1 for A in B)": (
+            "verl_ext/test_step_dump.py::TestReceived::test_a_loss_without_a_formula_is_no_mismatch"
+        ),
+    },
+    "grail_advantage/verl_ext/trainer.py::TokenWeightTrainerSeparateAsync._on_policy": {
+        # Later updates are on policy.
+        "A and self.local_trigger_step == 0 => A": (
+            "verl_ext/test_step_dump.py::TestReceived::test_before_a_later_update_of_a_step_the_policy_has_moved"
+        ),
+    },
+    "grail_advantage/verl_ext/host.py::_on_policy": {
+        # A run in bypass mode is on policy.
+        "not A => True": "verl_ext/test_step_dump.py::TestReceived::test_ratios_and_epochs",
+    },
+    "grail_advantage/verl_ext/trainer.py::_update_actor": {
+        # Every response went into the update.
+        "self._receive(A, B, C) => self._receive(A, B, [True] * len(C))": (
+            "verl_ext/test_step_dump.py::TestReceived::test_what_arrives_is_what_was_intended"
+        ),
+        # An update for one rank.
+        "update_order(A, B, C, D, E) => update_order(A, B, C, D, 1)": (
+            "verl_ext/test_one_step.py::TestLeavingOut"
+        ),
+    },
+    "grail_advantage/verl_ext/dump.py::receipt_of": {
+        # A receipt divides by the written responses.
+        "Batch(..., totals_U2=A) => Batch(...)": (
+            "verl_ext/test_step_dump.py::TestReceived::test_part_of_the_responses_are_written_and_all_count"
+        ),
+    },
+    "grail_advantage/verl_ext/host.py::_reward_field": {
+        # Rewards before the penalty.
+        "A if B else C => C": (
+            "verl_ext/test_turns.py::test_rewards_are_those_after_a_penalty_in_the_reward"
+        ),
+    },
+    "grail_advantage/verl_ext/ray_trainer.py::_get_gen_batch": {
+        # Columns of the first step stay.
+        "self._columns = A => self._columns = self._columns or A": (
+            "verl_ext/test_ray_trainer.py::test_a_column_of_the_data_set_is_that_of_the_steps_prompts"
+        ),
+    },
+    "grail_advantage/verl_ext/settings.py::Settings.longest": {
+        # A probe as long as prompt and response.
+        "min(A, B) => A": (
+            "verl_ext/test_one_step.py::test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others"
+        ),
+    },
+    "grail_advantage/trl_ext/trainer.py::_rollouts": {
+        # TRL's record in step 0.
+        "Rollouts.from_padded(..., step=A) => Rollouts.from_padded(..., step=0)": (
+            "trl_ext/core_checks.py::test_every_step_is_weighed_by_its_number"
+        ),
+        # A response that ends in padding is truncated.
+        "[*self.eos_token_ids, A] => [*self.eos_token_ids]": (
+            "trl_ext/core_checks.py::test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl"
+        ),
+    },
+    "grail_advantage/trl_ext/dump.py::Generation.pieces": {
+        # TRL's updates are one.
+        "Piece(A, B, C, D, E) => Piece(A, B, C, 0, E)": "trl_ext/dump_checks.py",
+    },
+    "grail_advantage/trl_ext/trainer.py::loss_mean": {
+        # Dr_grpo divides by the batch's width.
+        "len(A) * B => A.numel()": "trl_ext/core_checks.py::test_the_mean_of_the_runs_loss",
+    },
+    # --- Ranks that must agree
+    "grail_advantage/verl_ext/host.py::_probe": {
+        # The first rank's finding is that of all.
+        "max(A, key=B) => A[0]": (
+            "verl_ext/test_one_step.py::test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others"
+        ),
+    },
+    "grail_advantage/model/hugging_face.py::_independent": {
+        # A rank keeps its finding.
+        "replace(A, difference=B) => A": (
+            "core/test_together.py::test_rows_run_alone_where_another_ranks_model_does_not_take_them_together"
+        ),
+    },
+    "grail_advantage/weigh.py::deal": {
+        # Ranks get any number of responses.
+        "len(A) if B is None else 0 => 0": "verl_ext/test_zero_advantage_by_hand.py",
+        # A group is on several ranks.
+        "A.setdefault(B, []) => A.setdefault(len(A), [])": (
+            "verl_ext/test_zero_advantage_by_hand.py::test_the_rows_of_a_group_meet_on_one_rank"
+        ),
+    },
+    "grail_advantage/verl_ext/exchange.py::without_zero_advantage": {
+        # Ranks fill up alike.
+        "[FILLER_TOKENS] * (A - len(B)) => [FILLER_TOKENS] * (A - 1)": (
+            "verl_ext/test_zero_advantage_by_hand.py"
+        ),
+        # A loss divided by its first response.
+        'A["loss_mask"].sum() => A["loss_mask"].unbind()[0].sum()': (
+            "verl_ext/test_zero_advantage_by_hand.py"
+        ),
+    },
+    "grail_advantage/receipt/arrived.py::Arrived.__init__": {
+        # Gradients are no means over ranks.
+        "A / B.ranks => A": "core/test_receipt.py",
+    },
+    # --- What is kept, and its keys
+    "grail_advantage/verl_ext/worker.py::optimiser_step": {
+        # An update that nobody took stays.
+        "A != self._number => self._number is None": (
+            "verl_ext/test_step_dump.py::TestReceived::test_a_receipt_is_of_its_own_update_and_given_out_once"
+        ),
+        # Verl's scale stays in gradients.
+        "A.get_scale() => 1.0": (
+            "verl_ext/test_step_dump.py::TestReceived::test_the_scale_of_losses_in_float16_is_divided_out"
+        ),
+    },
+    "grail_advantage/verl_ext/worker.py::UpdateReader.take": {
+        # A receipt is given out twice.
+        "self._begin(None) => pass": (
+            "verl_ext/test_step_dump.py::TestReceived::test_a_receipt_is_of_its_own_update_and_given_out_once"
+        ),
+        # A receipt of another update.
+        "A != B => False": (
+            "verl_ext/test_step_dump.py::TestReceived::test_a_receipt_is_of_its_own_update_and_given_out_once"
+        ),
+    },
+    "grail_advantage/verl_ext/host.py::group_numbers": {
+        # A group is a session.
+        'A.rsplit("_", 2) => A.rsplit("_", 1)': "verl_ext/test_turns.py",
+    },
+    "grail_advantage/dump.py::remove_steps": {
+        # A resumed step stays.
+        "A >= B => A > B": (
+            "test_dump.py::TestWriting::test_a_resumed_run_removes_its_steps_and_nothing_else"
+        ),
+    },
+    "grail_advantage/dump.py::DumpFile.table": {
+        # What was received is joined by place.
+        "pc.index_in(A, B) => pa.array([n if n < len(B) else None for n in range(len(A))])": (
+            "test_dump.py::TestReading::test_a_table_has_what_was_received_by_key"
+        ),
+    },
+    "grail_advantage/verl_ext/host.py::_fields": {
+        # Each output of a session has the session's list.
+        "dict.fromkeys(A) if B != C else D => D": (
+            "verl_ext/test_turns.py::test_several_outputs_of_a_session_are_one_conversation"
+        ),
+    },
+    "grail_advantage/data.py::turns_before": {
+        # Turns before a response are those of one.
+        "A[B] + C => C": (
+            "verl_ext/test_step_dump.py::TestFacts::test_a_list_for_a_session_goes_on_with_each_of_its_outputs"
+        ),
+    },
+    "grail_advantage/data.py::conversations": {
+        # Outputs of a session in any order.
+        "sorted(A) => A": "core/test_turns.py",
+    },
+    "grail_advantage/model/probe.py::_without_a_trace": {
+        # A probe leaves buffers changed.
+        "A.copy_(B) => A": "core/test_probe.py::test_the_probe_leaves_nothing_behind",
+    },
+    "recipe/run_life/__init__.py::on_save": {
+        # Checkpoints of later steps go.
+        "_step(A) <= B => True": (
+            "run_life/test_run_life.py::test_the_last_checkpoints_of_all_starts_stay"
+        ),
+    },
+    "recipe/run_life/__init__.py::_differing": {
+        # A new option defines no run.
+        "A.keys() | B.keys() => A.keys() & B.keys()": (
+            "run_life/test_run_life.py::test_everything_else_defines_a_run"
+        ),
+    },
+    "recipe/run_life/trainer.py::fit": {
+        # Every start validates.
+        "self.global_steps == 0 or A => True": (
+            "run_life/test_run_life.py::test_the_first_start_alone_validates_before_training"
+        ),
+    },
+    "grail_advantage/verl_ext/entry.py::": {
+        # Two runs write into a dump.
+        "hold(settings.dump.folder, A, B) => None": (
+            "verl_ext/test_checks.py::test_verls_own_command_locks_the_dumps_folder"
+        ),
+    },
+    # --- Precision, and scales of float16
+    "grail_advantage/trl_ext/dump.py::see": {
+        # TRL's scale stays in gradients.
+        "A.get_scale() => 1.0": (
+            "trl_ext/dump_checks.py::test_the_scale_of_losses_in_float16_is_divided_out"
+        ),
+    },
+    "grail_advantage/weigh.py::_normalized": {
+        # A response's weights sum in float32.
+        "torch.where(A, B.double(), 0.0) => torch.where(A, B, 0.0)": (
+            "core/test_weights_by_hand.py::test_against_loops"
+        ),
+    },
+    "grail_advantage/model/hooks.py::_distributions": {
+        # Logits are divided in half precision.
+        "A.float() / B => A / B": (
+            "core/test_hooks.py::test_logits_of_half_precision_are_divided_in_float32"
+        ),
+    },
+    "grail_advantage/receipt/check.py::Comparison.receipt": {
+        # The smallest factor that is seen.
+        "1 + 2 * self.precision => 1 + self.precision": (
+            "core/test_receipt.py::test_the_smallest_factor_that_is_seen"
+        ),
+    },
+    # --- Seeds
+    "grail_advantage/weigh.py::_order": {
+        # Every step has the same control.
+        "A.step => 0": (
+            "core/test_contract.py::test_the_shuffled_control_has_the_same_weights_on_other_tokens"
+        ),
+    },
+    "grail_advantage/methods/oar.py::_gradient": {
+        # Every step has the same noise.
+        "noise_seed(A, B, C) => noise_seed(A, 0, C)": "core/test_oar.py",
+        # Every seed has the same noise.
+        "noise_seed(A, B, C) => noise_seed(0, B, C)": "core/test_oar.py",
+    },
+    "recipe/evaluate/sampling.py::draw": {
+        # Samples of a problem have one seed.
+        "KEY[:3] => KEY[:2]": "recipe/test_evaluate.py::test_every_sample_has_a_seed_of_its_own",
+    },
+    # --- Boundaries
+    "grail_advantage/answers/missing.py::AnswerCheck.look": {
+        # One response more before a run stops.
+        "A >= ENOUGH => A > ENOUGH": "core/test_answer_format.py",
+    },
+    "grail_advantage/answers/missing.py::is_low": {
+        # A fifth of the answers is few.
+        "A < B => A <= B": "core/test_answer_format.py",
+    },
+    "grail_advantage/data.py::within_range": {
+        # The largest advantage trains nothing.
+        "A.abs() <= LARGEST => A.abs() < LARGEST": (
+            "core/test_weights_by_hand.py::test_a_reward_trains_up_to_the_largest"
+        ),
+    },
+    "grail_advantage/api.py::_check_model": {
+        # A tenth of unknown tokens is refused.
+        "A <= MOST_UNKNOWN => A < MOST_UNKNOWN": (
+            "core/test_doors.py::test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer"
+        ),
+    },
+    "grail_advantage/data.py::outcome_of": {
+        # A reward of 0 is right.
+        "A > 0 => A >= 0": "core/test_weights_by_hand.py::test_a_reward_is_right_above_0",
+    },
+    "grail_advantage/verl_ext/host.py::truncated": {
+        # SGLang has all positions.
+        'A - (B == "sglang") => A': "verl_ext/test_one_step.py::test_what_is_truncated",
+        # A long prompt leaves room.
+        "min(A, B - len(C)) => A": "verl_ext/test_one_step.py::test_what_is_truncated",
+    },
+    "recipe/run_life/watch.py::": {
+        # An engine is dead at once.
+        "A if refuses(B) else 0 => A if refuses(B) else 1": (
+            "run_life/test_watch.py::test_an_engine_is_dead_if_its_server_says_so_twice"
+        ),
+    },
+    "grail_advantage/reward/_truth.py::check_ground_truths": {
+        # A data set with one usable ground truth is refused.
+        "len(A) > row => len(A) >= row": (
+            "recipe/test_ground_truths.py::test_rows_of_a_data_set_are_named_once"
+        ),
+    },
+    # --- Labels and figures
+    "grail_advantage/weigh.py::_no_scores": {
+        # Truncated, though not masked.
+        "A is not None and B.mask_truncated => A is not None": (
+            "core/test_record.py::test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other"
+        ),
+        # Truncated, with an advantage alone.
+        'A("truncated", B.truncated) => A("truncated", B.truncated & (B.advantages != 0))': (
+            "core/test_record.py::test_facts_are_those_of_the_responses"
+        ),
+    },
+    "grail_advantage/weigh.py::_rates": {
+        # Empty responses count in rates.
+        "A.truncated[B] => A.truncated": (
+            "core/test_record.py::test_responses_without_a_token_count_in_no_rate"
+        ),
+    },
+    "grail_advantage/effect.py::moved_with_advantage": {
+        # Tokens without advantage have a direction.
+        "A & (B != 0) => A": "core/test_metrics.py::test_an_updates_effect_by_hand",
+    },
+    "grail_advantage/view/page.py::json_arrays": {
+        # Numbers of three digits.
+        "10.0 ** (3 - A) => 10.0 ** (2 - A)": (
+            "view/test_page.py::test_numbers_keep_four_digits_and_nothing_else_is_one"
+        ),
+    },
+    "grail_advantage/view/page.py::_columns": {
+        # The mismatch has the other sign.
+        "(A - B, C) => (B - A, C)": "view/test_page.py::test_received_by_epoch_effect_and_mismatch",
+    },
+    "grail_advantage/view/profile.py::profiles": {
+        # A profile counts from the left edge.
+        "2 * A + 1 => 2 * A": "view/test_page.py::test_profiles_of_masked_and_short_responses",
+    },
+    # --- Rules and formulas
+    "grail_advantage/trl_ext/rules.py::": {
+        # A router's loss without a response.
+        'A["aux_loss_enabled"] => False': (
+            "trl_ext/core_checks.py::test_no_response_is_left_out_of_the_loss_of_a_router"
+        ),
+    },
+    "grail_advantage/weigh.py::_given_advantages": {
+        # Given advantages train masked responses.
+        "A & B.trains => A": "core/test_turns.py::test_no_method_trains_a_masked_row",
+    },
+    "grail_advantage/answers/span.py::": {
+        # The last answer is the first.
+        '0 if A == "first" else -1 => 0': "core/test_answer_span.py::test_spans_by_hand",
+    },
+    "grail_advantage/methods/saliency.py::Saliency.prepare": {
+        # A row is not cut after its target.
+        "A[: self.target_positions(B)[1]] => A": (
+            "core/test_weights_by_hand.py::test_a_token_has_the_saliency_of_its_position"
+        ),
+    },
+    "grail_advantage/methods/sessions.py::": {
+        # A response whose turns have nothing else is left out.
+        "(A.advantages != 0) | B => B": "core/test_turns.py",
+    },
+    "grail_advantage/analyze/command.py::advantages_of": {
+        # Equal rewards leave an advantage.
+        "0.0 if A else B => B": "view/test_analyze.py::test_advantages",
+    },
+    "grail_advantage/reward/_truth.py::_text": {
+        # A list of golds without blanks.
+        '", ".join(A) => ",".join(A)': ("recipe/test_reward.py::test_the_table_of_verdicts"),
+    },
+    "grail_advantage/reward/_exact.py::same_label": {
+        # A number is right beside a label.
+        "A and re.fullmatch(B, C) and D => False": (
+            "recipe/test_reward.py::test_the_table_of_verdicts"
+        ),
+    },
+    "bench/statistics.py::": {
+        # Intervals forget the number of clusters.
+        "A.sum() * len(B) => A.sum()": (
+            "bench/test_table.py::test_intervals_above_controls_hold_the_truth"
+        ),
+    },
+}
+
+
 FAULTS = [
-    # What a trainer hands to the worker
-    Fault(
-        "a pass at temperature 1",
-        "grail_advantage/verl_ext/host.py::_run_pass",
-        "build_request(..., temperature=A) => build_request(..., temperature=1.0)",
-        "verl_ext/test_hosts.py",
-    ),
-    Fault(
-        "a pass in step 0",
-        "grail_advantage/verl_ext/host.py::_run_pass",
-        "build_request(..., step=A) => build_request(..., step=0)",
-        "verl_ext/test_hosts.py",
-    ),
-    Fault(
-        "a pass without a padding token",
-        "grail_advantage/verl_ext/host.py::_run_pass",
-        "build_request(..., pad_token=A) => build_request(..., pad_token=None)",
-        "verl_ext/test_hosts.py",
-    ),
-    Fault(
-        "a record in step 0",
-        "grail_advantage/verl_ext/host.py::_rollouts",
-        "Rollouts(..., step=A) => Rollouts(..., step=0)",
-        "verl_ext/test_hosts.py",
-    ),
-    Fault(
-        "a record with the mean over all tokens",
-        "grail_advantage/verl_ext/host.py::_rollouts",
-        "Rollouts(..., mean=A) => Rollouts(...)",
-        "verl_ext/test_one_step.py::test_the_mean_of_the_runs_loss",
-    ),
-    Fault(
-        "the mean of a loss without its factor",
-        "grail_advantage/verl_ext/host.py::mean_of_loss",
-        '("loss_agg_mode", "loss_scale_factor") => ("loss_agg_mode",)',
-        "verl_ext/test_one_step.py::test_the_mean_of_the_runs_loss",
-    ),
-    Fault(
-        "the effect at temperature 1",
-        "grail_advantage/verl_ext/trainer.py::_log_probs_now",
-        "self.settings[A] => 1.0",
-        "verl_ext/test_step_dump.py::TestReceived::test_the_effect_is_the_change_since_the_old_log_probabilities",
-    ),
-    Fault(
-        "a dump of temperature 1",
-        "grail_advantage/verl_ext/dump.py::UpdateDump.__init__",
-        "StepDump(..., temperature=A) => StepDump(..., temperature=1.0)",
-        "verl_ext/test_step_dump.py::TestFacts::test_facts_of_the_data_and_of_the_reward_function",
-    ),
-    Fault(
-        "every update is the step's first",
-        "grail_advantage/verl_ext/trainer.py::_compute_advantage",
-        "self._report(..., update=A) => self._report(..., update=0)",
-        "verl_ext/test_step_dump.py::TestFacts::test_every_so_many_steps_and_rows_of_every_update",
-    ),
-    Fault(
-        "every update writes the step's responses",
-        "grail_advantage/verl_ext/trainer.py::_init_dataloader",
-        "self._look_at_data(updates=A) => self._look_at_data(updates=1)",
-        "verl_ext/test_step_dump.py::TestFacts::test_every_so_many_steps_and_rows_of_every_update",
-    ),
-    Fault(
-        "every receipt is of the step's first update",
-        "grail_advantage/verl_ext/dump.py::UpdateDump.receive",
-        "record_of(A, B, C, D) => record_of(A, B, C, 0)",
-        "verl_ext/test_step_dump.py::TestReceived::test_before_a_later_update_of_a_step_the_policy_has_moved",
-    ),
-    Fault(
-        "later updates are on policy",
-        "grail_advantage/verl_ext/trainer.py::TokenWeightTrainerSeparateAsync._on_policy",
-        "A and self.local_trigger_step == 0 => A",
-        "verl_ext/test_step_dump.py::TestReceived::test_before_a_later_update_of_a_step_the_policy_has_moved",
-    ),
-    Fault(
-        "a run in bypass mode is on policy",
-        "grail_advantage/verl_ext/host.py::_on_policy",
-        "not A => True",
-        "verl_ext/test_step_dump.py::TestReceived::test_ratios_and_epochs",
-    ),
-    Fault(
-        "every response went into the update",
-        "grail_advantage/verl_ext/trainer.py::_update_actor",
-        "self._receive(A, B, C) => self._receive(A, B, [True] * len(C))",
-        "verl_ext/test_step_dump.py::TestReceived::test_what_arrives_is_what_was_intended",
-    ),
-    Fault(
-        "a receipt divides by the written responses",
-        "grail_advantage/verl_ext/dump.py::receipt_of",
-        "Batch(..., totals_U2=A) => Batch(...)",
-        "verl_ext/test_step_dump.py::TestReceived::test_part_of_the_responses_are_written_and_all_count",
-    ),
-    Fault(
-        "rewards before the penalty",
-        "grail_advantage/verl_ext/host.py::_reward_field",
-        "A if B else C => C",
-        "verl_ext/test_turns.py::test_rewards_are_those_after_a_penalty_in_the_reward",
-    ),
-    Fault(
-        "a run's own format of answers is lost",
-        "grail_advantage/verl_ext/host.py::_rollouts",
-        "Rollouts(..., answer=A) => Rollouts(...)",
-        "verl_ext/test_one_step.py::test_answers_in_another_format",
-    ),
-    Fault(
-        "columns of the first step stay",
-        "grail_advantage/verl_ext/ray_trainer.py::_get_gen_batch",
-        "self._columns = A => self._columns = self._columns or A",
-        "verl_ext/test_ray_trainer.py::test_a_column_of_the_data_set_is_that_of_the_steps_prompts",
-    ),
-    Fault(
-        "a probe as long as prompt and response",
-        "grail_advantage/verl_ext/settings.py::Settings.longest",
-        "min(A, B) => A",
-        "verl_ext/test_one_step.py::test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others",
-    ),
-    Fault(
-        "TRL's record in step 0",
-        "grail_advantage/trl_ext/trainer.py::_rollouts",
-        "Rollouts.from_padded(..., step=A) => Rollouts.from_padded(..., step=0)",
-        "trl_ext/core_checks.py::test_every_step_is_weighed_by_its_number",
-    ),
-    Fault(
-        "TRL's updates are one",
-        "grail_advantage/trl_ext/dump.py::Generation.pieces",
-        "Piece(A, B, C, D, E) => Piece(A, B, C, 0, E)",
-        "trl_ext/dump_checks.py",
-    ),
-    Fault(
-        "dr_grpo divides by the batch's width",
-        "grail_advantage/trl_ext/trainer.py::loss_mean",
-        "len(A) * B => A.numel()",
-        "trl_ext/core_checks.py::test_the_mean_of_the_runs_loss",
-    ),
-    # Ranks that must agree
-    Fault(
-        "the first rank's finding is that of all",
-        "grail_advantage/verl_ext/host.py::_probe",
-        "max(A, key=B) => A[0]",
-        "verl_ext/test_one_step.py::test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others",
-    ),
-    Fault(
-        "a rank keeps its finding",
-        "grail_advantage/model/hugging_face.py::_independent",
-        "replace(A, difference=B) => A",
-        "core/test_together.py::test_rows_run_alone_where_another_ranks_model_does_not_take_them_together",
-    ),
-    Fault(
-        "a pass for one rank",
-        "grail_advantage/verl_ext/host.py::_run_pass",
-        "data_parallel_size(A) => 1",
-        "verl_ext/test_one_step.py::test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none",
-    ),
-    Fault(
-        "a pass deals groups out",
-        "grail_advantage/verl_ext/host.py::_run_pass",
-        "A if B.whole_groups else None => None",
-        "verl_ext/test_one_step.py::test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none",
-    ),
-    Fault(
-        "a copy belongs to a group",
-        "grail_advantage/verl_ext/host.py::_run_pass",
-        "replace(A, group=-1) => A",
-        "verl_ext/test_one_step.py::test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none",
-    ),
-    Fault(
-        "an update for one rank",
-        "grail_advantage/verl_ext/trainer.py::_update_actor",
-        "update_order(A, B, C, D, E) => update_order(A, B, C, D, 1)",
-        "verl_ext/test_one_step.py::TestLeavingOut",
-    ),
-    Fault(
-        "ranks get any number of responses",
-        "grail_advantage/weigh.py::deal",
-        "len(A) if B is None else 0 => 0",
-        "verl_ext/test_zero_advantage_by_hand.py",
-    ),
-    Fault(
-        "a group is on several ranks",
-        "grail_advantage/weigh.py::deal",
-        "A.setdefault(B, []) => A.setdefault(len(A), [])",
-        "verl_ext/test_zero_advantage_by_hand.py::test_the_rows_of_a_group_meet_on_one_rank",
-    ),
-    Fault(
-        "ranks fill up alike",
-        "grail_advantage/verl_ext/exchange.py::without_zero_advantage",
-        "[FILLER_TOKENS] * (A - len(B)) => [FILLER_TOKENS] * (A - 1)",
-        "verl_ext/test_zero_advantage_by_hand.py",
-    ),
-    Fault(
-        "a loss divided by its first response",
-        "grail_advantage/verl_ext/exchange.py::without_zero_advantage",
-        'A["loss_mask"].sum() => A["loss_mask"].unbind()[0].sum()',
-        "verl_ext/test_zero_advantage_by_hand.py",
-    ),
-    Fault(
-        "gradients are no means over ranks",
-        "grail_advantage/receipt/arrived.py::Arrived.__init__",
-        "A / B.ranks => A",
-        "core/test_receipt.py",
-    ),
-    # What is kept, and its keys
-    Fault(
-        "an update that nobody took stays",
-        "grail_advantage/verl_ext/worker.py::optimiser_step",
-        "A != self._number => self._number is None",
-        "verl_ext/test_step_dump.py::TestReceived::test_a_receipt_is_of_its_own_update_and_given_out_once",
-    ),
-    Fault(
-        "a receipt is given out twice",
-        "grail_advantage/verl_ext/worker.py::UpdateReader.take",
-        "self._number = None => pass",
-        "verl_ext/test_step_dump.py::TestReceived::test_a_receipt_is_of_its_own_update_and_given_out_once",
-    ),
-    Fault(
-        "a receipt of another update",
-        "grail_advantage/verl_ext/worker.py::UpdateReader.take",
-        "A != B => False",
-        "verl_ext/test_step_dump.py::TestReceived::test_a_receipt_is_of_its_own_update_and_given_out_once",
-    ),
-    Fault(
-        "responses without a run's keys",
-        "grail_advantage/verl_ext/host.py::_rollouts",
-        "Rollouts(..., keys=A) => Rollouts(...)",
-        "verl_ext/test_step_dump.py::TestFacts::test_facts_of_the_data_and_of_the_reward_function",
-    ),
-    Fault(
-        "a group is a session",
-        "grail_advantage/verl_ext/host.py::group_numbers",
-        'A.rsplit("_", 2) => A.rsplit("_", 1)',
-        "verl_ext/test_turns.py",
-    ),
-    Fault(
-        "a resumed step stays",
-        "grail_advantage/dump.py::remove_steps",
-        "A >= B => A > B",
-        "test_dump.py::TestWriting::test_a_resumed_run_removes_its_steps_and_nothing_else",
-    ),
-    Fault(
-        "what was received is joined by place",
-        "grail_advantage/dump.py::DumpFile.table",
-        "pc.index_in(A, B) => pa.array([n if n < len(B) else None for n in range(len(A))])",
-        "test_dump.py::TestReading::test_a_table_has_what_was_received_by_key",
-    ),
-    Fault(
-        "each output of a session has the session's list",
-        "grail_advantage/verl_ext/host.py::_fields",
-        "dict.fromkeys(A) if B != C else D => D",
-        "verl_ext/test_turns.py::test_several_outputs_of_a_session_are_one_conversation",
-    ),
-    Fault(
-        "turns before a response are those of one",
-        "grail_advantage/data.py::turns_before",
-        "A[B] + C => C",
-        "verl_ext/test_step_dump.py::TestFacts::test_a_list_for_a_session_goes_on_with_each_of_its_outputs",
-    ),
-    Fault(
-        "outputs of a session in any order",
-        "grail_advantage/data.py::conversations",
-        "sorted(A) => A",
-        "core/test_turns.py",
-    ),
-    Fault(
-        "a probe leaves buffers changed",
-        "grail_advantage/model/probe.py::_without_a_trace",
-        "A.copy_(B) => A",
-        "core/test_probe.py::test_the_probe_leaves_nothing_behind",
-    ),
-    Fault(
-        "checkpoints of later steps go",
-        "recipe/run_life/__init__.py::on_save",
-        "_step(A) <= B => True",
-        "run_life/test_run_life.py::test_the_last_checkpoints_of_all_starts_stay",
-    ),
-    Fault(
-        "a new option defines no run",
-        "recipe/run_life/__init__.py::_differing",
-        "A.keys() | B.keys() => A.keys() & B.keys()",
-        "run_life/test_run_life.py::test_everything_else_defines_a_run",
-    ),
-    Fault(
-        "every start validates",
-        "recipe/run_life/trainer.py::fit",
-        "self.global_steps == 0 or A => True",
-        "run_life/test_run_life.py::test_the_first_start_alone_validates_before_training",
-    ),
-    Fault(
-        "two runs write into a dump",
-        "grail_advantage/verl_ext/entry.py::",
-        "hold(settings.dump.folder, A, B) => None",
-        "verl_ext/test_checks.py::test_verls_own_command_locks_the_dumps_folder",
-    ),
-    # Precision, and scales of float16
-    Fault(
-        "verl's scale stays in gradients",
-        "grail_advantage/verl_ext/worker.py::optimiser_step",
-        "A.get_scale() => 1.0",
-        "verl_ext/test_step_dump.py::TestReceived::test_the_scale_of_losses_in_float16_is_divided_out",
-    ),
-    Fault(
-        "TRL's scale stays in gradients",
-        "grail_advantage/trl_ext/dump.py::see",
-        "A.get_scale() => 1.0",
-        "trl_ext/dump_checks.py::test_the_scale_of_losses_in_float16_is_divided_out",
-    ),
-    Fault(
-        "a response's weights sum in float32",
-        "grail_advantage/weigh.py::_normalized",
-        "torch.where(A, B.double(), 0.0) => torch.where(A, B, 0.0)",
-        "core/test_weights_by_hand.py::test_against_loops",
-    ),
-    Fault(
-        "logits are divided in half precision",
-        "grail_advantage/model/hooks.py::log_probs",
-        "A.float() / B => A / B",
-        "core/test_hooks.py::test_logits_of_half_precision_are_divided_in_float32",
-    ),
-    Fault(
-        "the smallest factor that is seen",
-        "grail_advantage/receipt/check.py::_receipt",
-        "1 + 2 * arrived.precision => 1 + arrived.precision",
-        "core/test_receipt.py::test_the_smallest_factor_that_is_seen",
-    ),
-    # Seeds
-    Fault(
-        "every step has the same control",
-        "grail_advantage/weigh.py::_order",
-        "A.step => 0",
-        "core/test_contract.py::test_the_shuffled_control_has_the_same_weights_on_other_tokens",
-    ),
-    Fault(
-        "every step has the same noise",
-        "grail_advantage/methods/oar.py::_gradient",
-        "noise_seed(A, B, C) => noise_seed(A, 0, C)",
-        "core/test_oar.py",
-    ),
-    Fault(
-        "every seed has the same noise",
-        "grail_advantage/methods/oar.py::_gradient",
-        "noise_seed(A, B, C) => noise_seed(0, B, C)",
-        "core/test_oar.py",
-    ),
-    Fault(
-        "samples of a problem have one seed",
-        "recipe/evaluate/sampling.py::draw",
-        "KEY[:3] => KEY[:2]",
-        "recipe/test_evaluate.py::test_every_sample_has_a_seed_of_its_own",
-    ),
-    # Boundaries
-    Fault(
-        "one response more before a run stops",
-        "grail_advantage/answers/missing.py::AnswerCheck.look",
-        "A >= ENOUGH => A > ENOUGH",
-        "core/test_answer_format.py",
-    ),
-    Fault(
-        "a fifth of the answers is few",
-        "grail_advantage/answers/missing.py::is_low",
-        "A < B => A <= B",
-        "core/test_answer_format.py",
-    ),
-    Fault(
-        "the largest advantage trains nothing",
-        "grail_advantage/data.py::within_range",
-        "A.abs() <= LARGEST => A.abs() < LARGEST",
-        "core/test_weights_by_hand.py::test_a_reward_trains_up_to_the_largest",
-    ),
-    Fault(
-        "a tenth of unknown tokens is refused",
-        "grail_advantage/api.py::_check_model",
-        "A <= MOST_UNKNOWN => A < MOST_UNKNOWN",
-        "core/test_doors.py::test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer",
-    ),
-    Fault(
-        "a reward of 0 is right",
-        "grail_advantage/data.py::outcome_of",
-        "A > 0 => A >= 0",
-        "core/test_weights_by_hand.py::test_a_reward_is_right_above_0",
-    ),
-    Fault(
-        "SGLang has all positions",
-        "grail_advantage/verl_ext/host.py::truncated",
-        'A - (B == "sglang") => A',
-        "verl_ext/test_one_step.py::test_what_is_truncated",
-    ),
-    Fault(
-        "a long prompt leaves room",
-        "grail_advantage/verl_ext/host.py::truncated",
-        "min(A, B - len(C)) => A",
-        "verl_ext/test_one_step.py::test_what_is_truncated",
-    ),
-    Fault(
-        "a response that ends in padding is truncated",
-        "grail_advantage/trl_ext/trainer.py::_rollouts",
-        "[*self.eos_token_ids, A] => [*self.eos_token_ids]",
-        "trl_ext/core_checks.py::test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl",
-    ),
-    Fault(
-        "an engine is dead at once",
-        "recipe/run_life/watch.py::",
-        "A if refuses(B) else 0 => A if refuses(B) else 1",
-        "run_life/test_watch.py::test_an_engine_is_dead_if_its_server_says_so_twice",
-    ),
-    Fault(
-        "a data set with one usable ground truth is refused",
-        "grail_advantage/reward/_truth.py::check_ground_truths",
-        "len(A) > row => len(A) >= row",
-        "recipe/test_ground_truths.py::test_rows_of_a_data_set_are_named_once",
-    ),
-    # Labels and figures
-    Fault(
-        "truncated, though not masked",
-        "grail_advantage/weigh.py::_no_scores",
-        "A is not None and B.mask_truncated => A is not None",
-        "core/test_record.py::test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other",
-    ),
-    Fault(
-        "truncated, with an advantage alone",
-        "grail_advantage/weigh.py::_no_scores",
-        'A("truncated", B.truncated) => A("truncated", B.truncated & (B.advantages != 0))',
-        "core/test_record.py::test_facts_are_those_of_the_responses",
-    ),
-    Fault(
-        "empty responses count in rates",
-        "grail_advantage/weigh.py::_rates",
-        "(A & B).sum() => A.sum()",
-        "core/test_record.py::test_responses_without_a_token_count_in_no_rate",
-    ),
-    Fault(
-        "any finding is a mismatch",
-        "grail_advantage/verl_ext/dump.py::UpdateDump.receive",
-        "sum(A.mismatch for A in B) => sum(1 for A in B)",
-        "verl_ext/test_step_dump.py::TestReceived::test_a_loss_without_a_formula_is_no_mismatch",
-    ),
-    Fault(
-        "tokens without advantage have a direction",
-        "grail_advantage/effect.py::moved_with_advantage",
-        "A & (B != 0) => A",
-        "core/test_metrics.py::test_an_updates_effect_by_hand",
-    ),
-    Fault(
-        "numbers of three digits",
-        "grail_advantage/view/page.py::json_arrays",
-        "_POWERS[3 - A] => _POWERS[2 - A]",
-        "view/test_page.py::test_numbers_keep_four_digits_and_nothing_else_is_one",
-    ),
-    Fault(
-        "the mismatch has the other sign",
-        "grail_advantage/view/page.py::_columns",
-        "(A - B, C) => (B - A, C)",
-        "view/test_page.py::test_received_by_epoch_effect_and_mismatch",
-    ),
-    Fault(
-        "a profile counts from the left edge",
-        "grail_advantage/view/profile.py::profiles",
-        "2 * A + 1 => 2 * A",
-        "view/test_page.py::test_profiles_against_a_loop_over_tokens",
-    ),
-    # Rules and formulas
-    Fault(
-        "a router's loss without a response",
-        "grail_advantage/trl_ext/rules.py::",
-        'A["aux_loss_enabled"] => False',
-        "trl_ext/core_checks.py::test_no_response_is_left_out_of_the_loss_of_a_router",
-    ),
-    Fault(
-        "given advantages train masked responses",
-        "grail_advantage/weigh.py::_given_advantages",
-        "A & B.trains => A",
-        "core/test_turns.py::test_no_method_trains_a_masked_row",
-    ),
-    Fault(
-        "the last answer is the first",
-        "grail_advantage/answers/span.py::",
-        '0 if A == "first" else -1 => 0',
-        "core/test_answer_span.py::test_spans_by_hand",
-    ),
-    Fault(
-        "a row is not cut after its target",
-        "grail_advantage/methods/saliency.py::Saliency.prepare",
-        "A[: self.target_positions(B)[1]] => A",
-        "core/test_weights_by_hand.py::test_a_token_has_the_saliency_of_its_position",
-    ),
-    Fault(
-        "a response whose turns have nothing else is left out",
-        "grail_advantage/methods/sessions.py::",
-        "(A.advantages != 0) | B => B",
-        "core/test_turns.py",
-    ),
-    Fault(
-        "equal rewards leave an advantage",
-        "grail_advantage/analyze/command.py::advantages_of",
-        "0.0 if A else B => B",
-        "view/test_analyze.py::test_advantages",
-    ),
-    Fault(
-        "a list of golds without blanks",
-        "grail_advantage/reward/_truth.py::_text",
-        '", ".join(A) => ",".join(A)',
-        "recipe/test_reward.py::test_the_table_of_verdicts",
-    ),
-    Fault(
-        "a number is right beside a label",
-        "grail_advantage/reward/_exact.py::same_label",
-        "A and re.fullmatch(B, C) and D => False",
-        "recipe/test_reward.py::test_the_table_of_verdicts",
-    ),
-    Fault(
-        "intervals forget the number of clusters",
-        "bench/statistics.py::",
-        "A.sum() * len(B) => A.sum()",
-        "bench/test_table.py::test_intervals_above_controls_hold_the_truth",
-    ),
+    Fault(where, *change_and_test)
+    for where, changes in TABLE.items()
+    for change_and_test in changes.items()
 ]
 
 
@@ -592,27 +510,27 @@ def parsed(text: str) -> ast.AST:
 def matches(pattern: Any, node: Any, holes: dict[Any, Any]) -> bool:
     """Whether a node, a list of nodes or a name has the form of a pattern. What letters and ``...`` stand for goes into
     ``holes``."""
-    if isinstance(pattern, list) and isinstance(node, list):
-        return len(pattern) == len(node) and all(
-            matches(*pair, holes) for pair in zip(pattern, node, strict=True)
-        )
-    if not isinstance(pattern, ast.AST):
-        return type(pattern) is type(node) and pattern == node
-    if is_any(pattern):
+    if isinstance(pattern, ast.AST) and is_any(pattern):
         holes[pattern.id] = node
         return isinstance(node, ast.expr)
     if type(pattern) is not type(node):
         return False
+    if isinstance(pattern, list):
+        # Also of lists with other lengths: the tails that zip() leaves out are none of a match.
+        pairs = zip(pattern, node, strict=False)
+        return len(pattern) == len(node) and all(matches(*pair, holes) for pair in pairs)
+    if not isinstance(pattern, ast.AST):
+        return pattern == node
     fields = {name: getattr(node, name, None) for name in pattern._fields if name != "ctx"}
     if isinstance(pattern, ast.Call) and any(map(is_rest, pattern.args)):
-        named = {keyword.arg for keyword in pattern.keywords}
+        # Of `f(A, ..., step=B)` and `f(x, y, z=1, step=2)` the rest is `y, z=1`.
         count = len(pattern.args) - 1
-        holes[...] = (
-            node.args[count:],
-            [keyword for keyword in node.keywords if keyword.arg not in named],
-        )
+        names = {keyword.arg for keyword in pattern.keywords}
+        named = [keyword for keyword in node.keywords if keyword.arg in names]
+        rest = [keyword for keyword in node.keywords if keyword not in named]
+        holes[...] = (node.args[count:], rest)
         fields["args"] = [*node.args[:count], pattern.args[-1]]
-        fields["keywords"] = [keyword for keyword in node.keywords if keyword.arg in named]
+        fields["keywords"] = named
     return all(matches(getattr(pattern, name), value, holes) for name, value in fields.items())
 
 
@@ -652,20 +570,20 @@ def planted(source: str, fault: Fault) -> str:
         )
     pattern_text, _, change_text = fault.change.partition(" => ")
     pattern = parsed(pattern_text)
-    places = [node for node in ast.walk(scope) if matches(pattern, node, {})]
-    place = only(places, f"{fault.where}: {pattern_text}")
-    holes: dict[Any, Any] = {}
-    matches(pattern, place, holes)
+    places = []
+    for node in ast.walk(scope):
+        holes: dict[Any, Any] = {}
+        if matches(pattern, node, holes):
+            places.append((node, holes))
+    place, holes = only(places, f"{fault.where}: {pattern_text}")
     change = Filled(holes).visit(parsed(change_text))
     return ast.unparse(ast.fix_missing_locations(Planted(place, change).visit(tree)))
 
 
-def only(nodes: list[Any], name: str) -> Any:
-    if len(nodes) != 1:
-        raise LookupError(
-            f"{name} is there {len(nodes)} times: {[ast.unparse(node)[:80] for node in nodes]}"
-        )
-    return nodes[0]
+def only(places: list[Any], name: str) -> Any:
+    if len(places) != 1:
+        raise LookupError(f"{name} is there {len(places)} times")
+    return places[0]
 
 
 def run_tests(folder: Path, tests: set[str]) -> None:
@@ -680,24 +598,22 @@ def run_tests(folder: Path, tests: set[str]) -> None:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
     sys.path[0] = str(folder)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]
+    # The copy's own tests are imported, and not those that started this.
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "tests":
+            del sys.modules[name]
     if "verl" in sys.modules:
         for plugin in entry_points(group="verl.plugins"):
             plugin.load()
     options = ["-qx", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly"]
-    sys.exit(
-        pytest.main(
-            [*options, *(f"tests/{node_id}" for test in sorted(tests) for node_id in test.split())]
-        )
-    )
+    # A row may name several files.
+    names = " ".join(sorted(tests)).split()
+    sys.exit(pytest.main(options + [f"tests/{name}" for name in names]))
 
 
 def status_of(folder: Path, *tests: str) -> int | None:
     """pytest's, or ``None`` where it hangs."""
-    process = multiprocessing.get_context("fork").Process(
-        target=run_tests, args=(folder, set(tests))
-    )
+    process = FORK.Process(target=run_tests, args=(folder, set(tests)))
     process.start()
     process.join(SECONDS)
     status = process.exitcode
@@ -710,68 +626,58 @@ def status_of(folder: Path, *tests: str) -> int | None:
 
 def run(faults: list[Fault]) -> None:
     """Plant faults one after another; the status of the process is how many are to be looked at."""
-    wrong = 0
+    survivors = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         listed = "git ls-files -z --cached --others --exclude-standard"
-        subprocess.run(
-            f"{listed} | xargs -0 cp --parents --target-directory {name}",
-            shell=True,
-            cwd=ROOT,
-            check=True,
-        )
+        copied = f"{listed} | xargs -0 cp --parents --target-directory {name}"
+        subprocess.run(copied, shell=True, cwd=ROOT, check=True)
         for fault in faults:
             path = folder / fault.file
             source = path.read_text(encoding="utf-8")
             path.write_text(planted(source, fault), encoding="utf-8")
             survives = status_of(folder, fault.test) not in (FAILED, None)
             path.write_text(source, encoding="utf-8")
-            wrong += survives
-            print(
-                "SURVIVES" if survives else "caught  ",
-                f"{fault.name} ({fault.file}), by {fault.test}",
-                flush=True,
-            )
-        # A test that always fails would see nothing
-        if status_of(folder, *(fault.test for fault in faults)):
-            print(f"without a fault these must pass: {' '.join(fault.test for fault in faults)}")
-            wrong += 1
-    sys.exit(wrong)
+            survivors += survives
+            outcome = "SURVIVES" if survives else "caught  "
+            print(outcome, f"{fault.where}: {fault.change}, by {fault.test}", flush=True)
+        # A test that always fails would see nothing.
+        tests = [fault.test for fault in faults]
+        if status_of(folder, *tests):
+            print(f"without a fault these must pass: {' '.join(tests)}")
+            survivors += 1
+    sys.exit(survivors)
 
 
 def main(*parts: str) -> int:
     chosen = [
-        fault
-        for fault in FAULTS
-        if not parts or any(part in f"{fault.name} {fault.where}" for part in parts)
+        fault for fault in FAULTS if not parts or any(part in " ".join(fault) for part in parts)
     ]
-    for fault in chosen:  # before an hour of tests
+    # Before an hour of tests.
+    for fault in chosen:
         planted((ROOT / fault.file).read_text(encoding="utf-8"), fault)
     trl = find_spec("trl") is not None
-    mine = [fault for fault in chosen if fault.of_trl == trl]
-    wrong = 0
+    faults = [fault for fault in chosen if fault.of_trl == trl]
+    survivors = 0
     os.environ.update(NO_PLUGINS)
     for module in ("trl",) if trl else IMPORTED:
         importlib.import_module(module)
     gc.freeze()
-    count = min(int(os.environ.get("TEST_PROCESSES", 2)), len(mine))
-    shares = [
-        multiprocessing.get_context("fork").Process(target=run, args=(mine[place::count],))
-        for place in range(count)
-    ]
+    count = min(int(os.environ.get("TEST_PROCESSES", 2)), len(faults))
+    shares = [FORK.Process(target=run, args=(faults[place::count],)) for place in range(count)]
     for share in shares:
         share.start()
     for share in shares:
         share.join()
-        wrong += share.exitcode or 0
-    if len(mine) < len(chosen) and not trl:
+        survivors += share.exitcode or 0
+    # TRL has an environment of its own.
+    if len(faults) < len(chosen) and not trl:
         path = os.pathsep.join([str(Path(sys.prefix) / "trl"), str(ROOT / "packages/verl-cpu")])
         command = [sys.executable, "-m", "tests.mutations", *parts]
-        wrong += subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
-        ).returncode
-    print(f"{len(mine)} faults; {wrong} to look at")
-    return int(wrong > 0)
+        environment = {**os.environ, "PYTHONPATH": path}
+        survivors += subprocess.run(command, cwd=ROOT, env=environment).returncode
+    print(f"{len(faults)} faults; {survivors} to look at")
+    return int(survivors > 0)
 
 
 if __name__ == "__main__":

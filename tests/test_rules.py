@@ -173,8 +173,12 @@ VERLS_FORWARD_STAYS = {
     "forwards that verl counts": f"{MODEL}.enable_activation_offload=True",
 }
 SHORTCUTS = [
-    *((SKIP, why_not_skip, name, overrides) for name, overrides in EVERY_RESPONSE_STAYS.items()),
-    *((REUSE, why_not_reuse, name, overrides) for name, overrides in VERLS_FORWARD_STAYS.items()),
+    (shortcut, why_not, name, overrides)
+    for shortcut, why_not, examples in (
+        (SKIP, why_not_skip, EVERY_RESPONSE_STAYS),
+        (REUSE, why_not_reuse, VERLS_FORWARD_STAYS),
+    )
+    for name, overrides in examples.items()
 ]
 ALL_REFUSED = [
     (name, configuration, overrides)
@@ -218,12 +222,14 @@ def test_refused_before_the_trainer_is_chosen(
     assert config.trainer.v1.trainer_mode == mode
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "grail_advantage.rules"]
+
+
 @pytest.mark.parametrize("name", WARNED)
 def test_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
     check_config(composed(WARNED[name]))
-    (message,) = (
-        record.message for record in caplog.records if record.name == "grail_advantage.rules"
-    )
+    (message,) = warnings_of(caplog)
     assert message.startswith(f"{option_of(WARNED[name])}=")
 
 
@@ -239,39 +245,39 @@ def test_a_shortcut_is_not_taken(
         check_config(composed(f"{shortcut}=true {overrides}"))
 
 
-def rules_of(settings: Settings, configuration: str) -> list[Rule]:
+def refusing(settings: Settings, configuration: str) -> list[Rule]:
     """Those that a run is checked by, but for those against skipping."""
-    of_method = rules.RULES if settings.method is not None else ()
-    of_recipe = recipe_rules.RULES if configuration != STOCK else ()
-    of_platform = recipe_rules.ON_CPU if configuration == ON_CPU else ()
-    return [*rules.EVERY_RUN, *of_method, *of_recipe, *of_platform]
+    table = [*rules.EVERY_RUN]
+    if settings.method is not None:
+        table += rules.RULES
+    if configuration != STOCK:
+        table += recipe_rules.RULES
+    if configuration == ON_CPU:
+        table += recipe_rules.ON_CPU
+    return [rule for rule in table if not rule.warned]
 
 
 def test_an_example_breaks_one_rule_and_every_rule_has_one() -> None:
     """So that a rule that goes leaves an example that nothing refuses, or warns of."""
-    broken: list[Rule] = []
+    examples = []
     for name, configuration, overrides in ALL_REFUSED:
         settings = parsed(composed(overrides, configuration))
-        refusing = [
-            rule
-            for rule in rules_of(settings, configuration)
-            if rule.when(settings) and not rule.warned
-        ]
-        assert len(refusing) == 1, name
-        broken += refusing
-    for examples, table in (
-        (WARNED, rules.RULES),
-        (EVERY_RESPONSE_STAYS, rules.AGAINST_SKIPPING),
-        (VERLS_FORWARD_STAYS, rules.AGAINST_REUSE),
+        examples.append((name, settings, refusing(settings, configuration)))
+    for table, overrides_by_name in (
+        (rules.RULES, WARNED),
+        (rules.AGAINST_SKIPPING, EVERY_RESPONSE_STAYS),
+        (rules.AGAINST_REUSE, VERLS_FORWARD_STAYS),
     ):
-        for name, overrides in examples.items():
-            settings = parsed(composed(overrides))
-            of_example = [rule for rule in table if rule.when(settings)]
-            assert len(of_example) == 1, name
-            broken += of_example
-    tables = (rules.EVERY_RUN, rules.RULES, rules.AGAINST_SKIPPING, rules.AGAINST_REUSE)
-    tables += (recipe_rules.RULES, recipe_rules.ON_CPU)
-    assert {id(rule) for rule in broken} == {id(rule) for table in tables for rule in table}
+        for name, overrides in overrides_by_name.items():
+            examples.append((name, parsed(composed(overrides)), table))
+    broken = set()
+    for name, settings, table in examples:
+        breaking = [rule for rule in table if rule.when(settings)]
+        assert len(breaking) == 1, name
+        # By identity, since rules hold functions.
+        broken.add(id(breaking[0]))
+    ours = rules.EVERY_RUN + rules.RULES + rules.AGAINST_SKIPPING + rules.AGAINST_REUSE
+    assert broken == set(map(id, ours + recipe_rules.RULES + recipe_rules.ON_CPU))
 
 
 def test_the_defaults_break_no_rule(
@@ -282,12 +288,13 @@ def test_the_defaults_break_no_rule(
     prepare(composed("", STOCK))
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     prepare(composed("", ON_CPU))
-    assert not [record for record in caplog.records if record.name == "grail_advantage.rules"]
+    assert warnings_of(caplog) == []
 
 
 def test_what_the_loaded_model_has_against_it() -> None:
     settings = parsed(composed(""))
     router = SimpleNamespace(get_text_config=lambda: SimpleNamespace(output_router_logits=True))
-    second, same = (Finding(difference, 2e-4, "alone") for difference in (0.7, 1e-6))
-    assert why_not_skip(settings, router) and why_not_skip(settings, probe=lambda: second)
-    assert why_not_skip(settings, probe=lambda: same) == ""
+    assert why_not_skip(settings, router)
+    # Above and below the limit of rounding.
+    assert why_not_skip(settings, probe=lambda: Finding(0.7, 2e-4, "alone"))
+    assert why_not_skip(settings, probe=lambda: Finding(1e-6, 2e-4, "alone")) == ""

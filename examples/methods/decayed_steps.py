@@ -3,9 +3,7 @@
 import torch
 
 from grail_advantage import Method, Weights, option, register
-from grail_advantage.answers.expressions import compile_expression
-from grail_advantage.answers.text import TokenTexts
-from grail_advantage.methods.text import cut
+from grail_advantage.methods.text import steps_of
 
 
 @register("decayed_steps")
@@ -14,11 +12,12 @@ class DecayedSteps(Method):
     gate: str = "wrong"
     decay: float = option(0.8, "weight of a step over that of the next one", gt=0, le=1)
 
-    def scores(self, r, of_pass):  # how many steps follow each token's
-        texts = TokenTexts(r.tokenizer)
-        separator = compile_expression(r"\n+", "separator")
-        steps = [cut(texts(ids), texts.have_bytes(ids), separator)[0] for ids in r.tokens.numpy()]
-        return torch.tensor([(of_row.max() - of_row).tolist() for of_row in steps]).float()
+    def scores(self, r, of_pass):
+        scores = torch.zeros(r.mask.shape)
+        for index, (step, _) in steps_of(r, r.valid, r"\n+").items():
+            # How many steps follow: of tokens in the steps 0, 0, 1, 2 these are 2, 2, 1, 0.
+            scores[index] = torch.from_numpy(step.max() - step)
+        return scores
 
     def weights(self, scores, among, r):
         return Weights(self.decay**scores)

@@ -14,6 +14,7 @@ import runpy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PER_FILE = 32
+VERDICTS = {"wrong": -1.0, "right": 1.0}  # advantages of all responses, by --advantages
 RECORD = "analysis.json"  # which analysis a folder is of, and the methods that failed
 # Relative distance of rewards that are equal in float32 but for the rounding of a sum
 ROUNDED = 2**-22
@@ -73,9 +75,8 @@ def run(options: argparse.Namespace) -> None:
     device = options.device
     if device is None:  # an empty name is refused
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens = options.tokens
-    if tokens is None:  # 0 is refused
-        tokens = FORWARD_TOKENS
+    # 0 is refused.
+    tokens = FORWARD_TOKENS if options.tokens is None else options.tokens
     try:
         check_options(options.temperature, tokens, device)
         # Before the methods are looked up, some of which these files register.
@@ -88,15 +89,16 @@ def run(options: argparse.Namespace) -> None:
         responses = [with_messages(row, tokenizer) for row in responses]
         decoded = sum(row.decoded for row in responses)
         if decoded:
-            lost = (
-                f"{decoded} prompts are read without their control tokens, which verl did not write"
+            complain(
+                "analyze",
+                f"{decoded} prompts are read without their control tokens, which verl did not write: the chat template of "
+                "--model does not make these texts",
             )
-            complain("analyze", f"{lost}: the chat template of --model does not make these texts")
-        load_later = {}
+        second_models = {}
         for option in ("after", "reference"):
             name = getattr(options, option)
             if name:
-                load_later[option] = name, model_of(name, device, options.dtype)[1]
+                second_models[option] = name, model_of(name, device, options.dtype)[1]
         sources = [options.model, options.after, options.reference, *map(str, options.files)]
         lines = analyze(
             with_rewards(responses, tokenizer),
@@ -109,8 +111,8 @@ def run(options: argparse.Namespace) -> None:
             tokens=tokens,
             advantages=options.advantages,
             answer=answer,
-            later=load_later.get("after"),
-            reference=load_later.get("reference"),
+            later=second_models.get("after"),
+            reference=second_models.get("reference"),
             provenance={
                 "dtype": options.dtype,
                 "files": {name: files_digest(name) for name in sources if name},
@@ -119,9 +121,8 @@ def run(options: argparse.Namespace) -> None:
         say(*lines)
     except (ValueError, OSError) as error:
         raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
-    labelled = any(row.labelled or "values" in row.columns for row in responses)
     table = ""
-    if labelled:
+    if any(row.labelled or "values" in row.columns for row in responses):
         table = f"; python -m bench {options.out}"
     say(f"see it: python -m grail_advantage.report {options.out}{table}")
 
@@ -170,8 +171,8 @@ def analyze(
         # With all options, so that another default is another analysis.
         "methods": {name: repr(method) for name, method in chosen.items()},
         "answer": answer.name,
-        "after": later[0] if later else None,
-        "reference": reference[0] if reference else None,
+        "after": later and later[0],
+        "reference": reference and reference[0],
         "temperature": temperature,
         **(provenance or {}),
         "responses": digest(json.dumps([values, list(map(repr, responses))])),
@@ -181,40 +182,39 @@ def analyze(
     texts = TokenTexts(tokenizer)
     rollouts = _rollouts(responses, values, chosen, tokenizer, texts, answer)
     answered = len(rollouts) - rollouts.spans("last").count(None)
-    is_odd = is_low(answered, len(rollouts))
     # Where all have an answer no other format finds more.
-    if answered < len(rollouts) and not is_odd:
-        is_odd = found_elsewhere(answer, rollouts.responses, tokenizer)
-    if is_odd and any(method.reads_answer for method in chosen.values()):
-        share = (
-            f"{answered} of {len(rollouts)} responses have an answer in the format {answer.name}."
+    if (
+        answered < len(rollouts)
+        and any(method.reads_answer for method in chosen.values())
+        and (
+            is_low(answered, len(rollouts))
+            or found_elsewhere(answer, rollouts.responses, tokenizer)
         )
-        complain("analyze", f"{share} {advice(answer, rollouts.responses, tokenizer, '--answer')}")
-    written = set(read_dump(folder).steps)
-    parts = [
-        (number, part) for number, part in enumerate(parts_of(responses)) if number not in written
-    ]
+    ):
+        share = f"{answered} of {len(rollouts)} responses have an answer in the format"
+        remedy = advice(answer, rollouts.responses, tokenizer, "--answer")
+        complain("analyze", f"{share} {answer.name}. {remedy}")
+    written = read_dump(folder).steps
+    parts = {
+        number: part for number, part in enumerate(parts_of(responses)) if number not in written
+    }
     # No model is loaded for an analysis that is complete.
     if parts:
         loaded = load()
         # Before the first file, so that responses of another model leave no folder behind.
         check_fits(loaded, rollouts)
         write_whole(folder / RECORD, json.dumps(record))
-        settings: dict[str, Any] = {
-            "temperature": temperature,
-            "tokens": tokens,
-            "device": loaded.device,
-        }
-        later_model = later[1]() if later else None
-        reference_model = reference[1]() if reference else None
-    for number, part in parts:
+        host = partial(PlainHost, temperature=temperature, tokens=tokens, device=loaded.device)
+        later_model = later and later[1]()
+        reference_model = reference and reference[1]()
+    for number, part in parts.items():
         r = replace(rollouts.part(part), tokenizer=tokenizer)
-        columns = PlainHost(loaded, r, **settings).columns(OF_POLICY)
-        if reference_model is not None:
-            reference_columns = PlainHost(reference_model, r, **settings).columns((OLD_LOG_PROBS,))
+        columns = host(loaded, r).columns(OF_POLICY)
+        if reference_model:
+            reference_columns = host(reference_model, r).columns((OLD_LOG_PROBS,))
             columns[REF_LOG_PROBS] = reference_columns[OLD_LOG_PROBS]
-        if later and later_model is not None:
-            later_columns = PlainHost(later_model, r, **settings).columns((OLD_LOG_PROBS,))
+        if later and later_model:
+            later_columns = host(later_model, r).columns((OLD_LOG_PROBS,))
             effect_BT = later_columns[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]
             effects = []
             for key, effect_T, ids in zip(r.keys, effect_BT, r.responses, strict=True):
@@ -228,19 +228,18 @@ def analyze(
             random.seed(number)
             np.random.seed(number)
             torch.manual_seed(number)
-            # Copies, so that a method that writes into its tensors changes nothing for the next.
-            # Without the labels
+            # Copies, so that a method that writes into its tensors changes nothing for the next; without the labels.
             copies = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})
             try:
-                # The dump shows the labels, which the method did not see.
-                weighed[name] = replace(
-                    weigh(copies, method, PlainHost(loaded, copies, **settings)), rollouts=r
-                )
-            # The results of the other methods are not lost
+                result = weigh(copies, method, host(loaded, copies))
             except (Exception, SystemExit) as error:
+                # The results of the other methods are not lost.
                 record["failed"][name] = f"{type(error).__name__}: {why(Exception(str(error)))}"
                 write_whole(folder / RECORD, json.dumps(record))
                 complain("analyze", f"{name} failed, {record['failed'][name]}")
+            else:
+                # The dump shows the labels, which the method did not see.
+                weighed[name] = replace(result, rollouts=r)
         if not weighed:
             raise ValueError("every method failed")
         first = next(iter(weighed.values()))
@@ -289,10 +288,10 @@ def _summary(
             changes[name] += change_of(change_T, row.base_advantage_T, content_T)
     lines = []
     for name, counts in reasons.items():
-        line = f"{name}: {counts[None]} of {count} responses have scores"
+        scored = counts.pop(None, 0)
+        line = f"{name}: {scored} of {count} responses have scores"
         for reason, without in counts.items():
-            if reason:
-                line += f"; {without} without ({reason})"
+            line += f"; {without} without ({reason})"
         line += change_line(changes[name])
         if name in failed:
             line += f"; failed, {failed[name]}"
@@ -329,15 +328,16 @@ def advantages_of(responses: Sequence[Response], how: str) -> tuple[list[float],
     """Give one advantage a response, and where they come from, in words. ``wrong`` and ``right`` are -1 and 1.
     ``rewards``: the reward less its group's mean, exactly 0 in a group of equal rewards; without groups 1 for a reward
     above 0, else -1. ``auto`` is that, or ``wrong`` if lines are labelled or have no reward."""
-    is_labelled = any(row.labelled for row in responses)
-    if how in ("wrong", "right") or (
-        how == "auto" and (is_labelled or any(row.reward is None for row in responses))
-    ):
-        because = ", as lines are labelled or have no reward" if how == "auto" else ""
-        value = 1.0 if how == "right" else -1.0
-        return [value] * len(responses), f"{value:+.0f} for every response{because}"
-    rewards = [float(row.reward) for row in responses if row.reward is not None]
-    if len(rewards) < len(responses):
+    rewards = [row.reward for row in responses if row.reward is not None]
+    lacks_rewards = len(rewards) < len(responses)
+    because = ""
+    if how == "auto" and (lacks_rewards or any(row.labelled for row in responses)):
+        how = "wrong"
+        because = ", as lines are labelled or have no reward"
+    if how in VERDICTS:
+        verdict = VERDICTS[how]
+        return [verdict] * len(responses), f"{verdict:+.0f} for every response{because}"
+    if lacks_rewards:
         raise ValueError("--advantages rewards needs a reward or a ground_truth in every line")
     if any(row.group is None for row in responses):
         signs = [1.0 if reward > 0 else -1.0 for reward in rewards]
@@ -379,37 +379,38 @@ def _rollouts(
 ) -> Rollouts:
     """Give the responses in token space, with their labels; ValueError for ids that the tokenizer does not have."""
     prompts, prompt_ids, ids = zip(*(tokenize(row, tokenizer) for row in responses), strict=True)
-    unknown = [sum(token >= len(tokenizer) for token in ids_T) for ids_T in ids]
+    # Once: a large vocabulary takes a while to count.
+    vocabulary = len(tokenizer)
+    unknown = [sum(token >= vocabulary for token in ids_T) for ids_T in ids]
     if sum(unknown) > MOST_UNKNOWN * sum(map(len, ids)):
         first = next(row for row, count in zip(responses, unknown, strict=True) if count)
-        vocabulary = f"not in the tokenizer's vocabulary of {len(tokenizer)}"
         raise ValueError(
-            f"{first.id}: token id {max(first.response)} is {vocabulary}, as many in the file; {ANOTHER}"
+            f"{first.id}: token id {max(first.response)} is not in the tokenizer's vocabulary of {vocabulary}, as many in "
+            f"the file; {ANOTHER}"
         )
     lengths_B1 = torch.tensor([[len(ids_T)] for ids_T in ids])
     rewards = [row.reward for row in responses]
     names = [row.id for row in responses]
-    groups: dict[Any, int] = {}
-    for row in responses:  # those of one prompt are shown together
-        groups.setdefault(_group_name(row), len(groups))
+    # Without groups those of one prompt are shown together.
+    groups = [f"prompt {row.prompt!r}" if row.group is None else row.group for row in responses]
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     field_names = {name for method in chosen.values() for name in method.field_names}
-    labels = [
-        labels_of(row, ids_T, tokenizer, texts) for row, ids_T in zip(responses, ids, strict=True)
-    ]
-    for row, label in zip(responses, labels, strict=True):
+    labels = []
+    for row, ids_T in zip(responses, ids, strict=True):
+        label = labels_of(row, ids_T, tokenizer, texts)
         if row.columns.get("values"):
             label["values"] = row.columns["values"]
+        labels.append(label)
     r = Rollouts(
-        prompts=[torch.tensor(ids_P, dtype=torch.int64) for ids_P in prompt_ids],
+        prompts=list(map(torch.tensor, prompt_ids)),
         responses=[torch.tensor(ids_T, dtype=torch.int64) for ids_T in ids],
         mask=torch.arange(int(lengths_B1.max())) < lengths_B1,
         advantages=torch.tensor(advantages),
         tokenizer=tokenizer,
         answer=answer,
-        groups=torch.tensor([groups[_group_name(row)] for row in responses]),
-        rewards=torch.tensor(
-            [torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64
-        ),
+        groups=torch.tensor([numbers[group] for group in groups]),
+        # NumPy makes a reward that is None NaN.
+        rewards=torch.from_numpy(np.array(rewards, dtype=np.float64)),
         examples=[_example(row) for row in responses],
         fields={name: [row.columns.get(name) for row in responses] for name in field_names},
         keys=names,
@@ -420,7 +421,7 @@ def _rollouts(
                 None if row.ground_truth is None else str(row.ground_truth) for row in responses
             ],
             "reward": rewards,
-            "outcome": [outcome_of(reward) for reward in rewards],
+            "outcome": list(map(outcome_of, rewards)),
             "labels": labels,
         },
     )
@@ -429,10 +430,6 @@ def _rollouts(
         if label and span:
             label["answer"] = [span.start, span.end]
     return r
-
-
-def _group_name(row: Response) -> str:
-    return f"prompt {row.prompt!r}" if row.group is None else row.group
 
 
 def with_rewards(

@@ -41,6 +41,11 @@ class Response:
     columns: Mapping[str, Any] = field(default_factory=dict)  # everything else
     decoded: bool = False  # the prompt is a text that lost its control tokens
 
+    @property
+    def judged(self) -> bool:
+        """Tell whether the line has a reward, or a ground truth to make one of."""
+        return self.reward is not None or self.ground_truth is not None
+
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Give the numbered objects of a file of JSON lines, whose empty lines are skipped, or of a parquet file.
@@ -77,7 +82,7 @@ def read_responses(path: Path) -> list[Response]:
     counts = {
         "group": sum(row.group is not None for row in rows.values()),
         "reward": sum(row.reward is not None for row in rows.values()),
-        "ground_truth or a reward": sum(is_judged(row) for row in rows.values()),
+        "ground_truth or a reward": sum(row.judged for row in rows.values()),
     }
     for name, lines in counts.items():
         if 0 < lines < len(rows):
@@ -99,31 +104,26 @@ def of_trainer(record: Mapping[str, Any]) -> Mapping[str, Any]:
     elif {"prompt", "completion", "advantage"} <= record.keys():
         columns = list(record)
         # TRL has a column for each reward function between these two.
+        functions = columns[columns.index("completion") + 1 : columns.index("advantage")]
+        # A function that does not judge a response leaves null or NaN.
         rewards = [
             record[name]
-            for name in columns[columns.index("completion") + 1 : columns.index("advantage")]
+            for name in functions
+            if isinstance(record[name], float) and math.isfinite(record[name])
         ]
-        # A function that does not judge a response leaves null or NaN.
-        numbers = [value for value in rewards if isinstance(value, float) and math.isfinite(value)]
-        prompt = record["prompt"]
-        completion = record["completion"]
-        if isinstance(prompt, list):  # parquet gives each message the keys of all
-            prompt = [
-                {key: value for key, value in entry.items() if value is not None}
-                for entry in prompt
+        line = {**record, "response": record["completion"], "reward": sum(rewards)}
+        if isinstance(line["prompt"], list):
+            # Parquet gives each message the keys of all.
+            line["prompt"] = [
+                {key: value for key, value in message.items() if value is not None}
+                for message in line["prompt"]
             ]
-        if isinstance(completion, list) and len(completion) == 1:
-            completion = completion[0]["content"]
-        line = {**record, "prompt": prompt, "response": completion, "reward": sum(numbers)}
+        if isinstance(line["response"], list) and len(line["response"]) == 1:
+            line["response"] = line["response"][0]["content"]
     else:
         return record
     # By step as well: a prompt comes again in a later epoch, under another policy.
     return {"group": json.dumps([record.get("step"), line["prompt"]]), **line}
-
-
-def is_judged(row: Response) -> bool:
-    """Tell whether a line has a reward, or a ground truth to make one of."""
-    return row.reward is not None or row.ground_truth is not None
 
 
 def _response(record: Mapping[str, Any], number: int) -> Response:
@@ -175,23 +175,17 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
     ):
         raise ValueError(f"reward={str(reward)[:40]!r} must be a finite number")
     error = record.get("error")
-    if isinstance(error, list):
-        error = tuple(error)
     group = record.get("group")
-    if group is not None:
-        group = str(group)
-    if reward is not None:
-        reward = float(reward)
     row = Response(
         id=str(record.get("id", number)),
         prompt=prompt,
         response=response,
         steps=ranges,
         labelled="error" in record,
-        error=error,
+        error=tuple(error) if isinstance(error, list) else error,
         ground_truth=record.get("ground_truth"),
-        reward=reward,
-        group=group,
+        reward=None if reward is None else float(reward),
+        group=None if group is None else str(group),
         template={**template, "tools": tools} if tools else template,
         columns={name: value for name, value in record.items() if name not in KEYS},
         decoded=decoded,
@@ -205,9 +199,8 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
 def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
     """Find the characters of a response's steps and of its error, none or one. ValueError where ``error`` is neither a
     step nor a range of the text."""
-    steps = row.steps
-    if not steps:  # lines with text
-        steps = [match.span() for match in re.finditer(r"[^\n]*\S[^\n]*\n*", text)]
+    # By default the lines with text.
+    steps = row.steps or [match.span() for match in re.finditer(r"[^\n]*\S[^\n]*\n*", text)]
     error = row.error
     if error is None:
         return steps, []
@@ -217,7 +210,6 @@ def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
         start, end = error
         if 0 <= start < end <= len(text):
             return steps, [error]
-    last = len(steps) - 1
     raise ValueError(
-        f"error={error!r:.40} is no step (0 to {last}) and no range [start, end] of the text"
+        f"error={error!r:.40} is no step (0 to {len(steps) - 1}) and no range [start, end] of the text"
     )

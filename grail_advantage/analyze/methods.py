@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from grail_advantage.analyze.lines import Response, is_judged
+from grail_advantage.analyze.lines import Response
 from grail_advantage.analyze.tokens import is_begun
 from grail_advantage.data import REF_LOG_PROBS
 from grail_advantage.method import BaseMethod, build, methods
@@ -89,7 +89,7 @@ def _lack(method: BaseMethod, responses: Sequence[Response], advantages: str) ->
         by_reward = advantages == "rewards" or (
             advantages == "auto" and not any(row.labelled for row in responses)
         )
-        if not by_reward or any(row.group is None or not is_judged(row) for row in responses):
+        if not by_reward or any(row.group is None or not row.judged for row in responses):
             return "compares the responses of one prompt; give each a group and a reward, and --advantages rewards"
     if "examples" in method.reads:
         if any(is_begun(row) for row in responses):

@@ -28,8 +28,11 @@ Box: TypeAlias = tuple[int, int, int, int]
 
 # A row break, a brace as a sign, a group's end
 _BOX_TOKENS = re.compile(rb"\\\\(?!boxed\{)|\\[{}]|(\\boxed\{|[{}])")
-_TAGS = ((b"<answer>", b"</answer>"), (b"<|begin_of_box|>", b"<|end_of_box|>"))
-_MARKERS = frozenset(tag.decode() for tags in _TAGS for tag in tags)
+_TAGS = (
+    (b"<answer>", b"</answer>", re.compile(rb"(</?answer>)")),
+    (b"<|begin_of_box|>", b"<|end_of_box|>", re.compile(rb"(<\|(?:begin|end)_of_box\|>)")),
+)
+_MARKERS = frozenset({"<answer>", "</answer>", "<|begin_of_box|>", "<|end_of_box|>"})
 _HASHES = re.compile(rb"#### (-?[0-9.,]+)")  # verl/utils/reward_score/gsm8k.py, method strict
 
 
@@ -59,8 +62,7 @@ def answer_format(choice: str | AnswerFormat) -> AnswerFormat:
     """
     if isinstance(choice, AnswerFormat):
         return choice
-    if not isinstance(choice, str):
-        choice = repr(choice)
+    choice = str(choice)
     if choice in FORMATS:
         return FORMATS[choice]
     try:
@@ -93,7 +95,7 @@ def _balanced(text: bytes, opener: bytes, closer: bytes, tokens: re.Pattern[byte
         if match[1] and match[1] != closer:
             opened.append(match)
         elif match[1] and opened and (start := opened.pop())[1] == opener:
-            boxes.append((start.start(), start.end(), match.start(), match.end()))
+            boxes.append((*start.span(), *match.span()))
     return sorted(boxes)
 
 
@@ -109,16 +111,12 @@ def _tagged(text: bytes) -> Iterator[Box]:
     """Answers in tags. Tags of one kind nest like braces."""
     boxes = []
     for tags in _TAGS:
-        either = re.compile(b"(" + b"|".join(map(re.escape, tags)) + b")")
-        boxes += _balanced(text, *tags, either)
+        boxes += _balanced(text, *tags)
     return _outermost(sorted(boxes))
 
 
 def _hashed(text: bytes) -> Iterator[Box]:
-    return (
-        (match.start(), match.start(1), match.end(), match.end())
-        for match in _HASHES.finditer(text)
-    )
+    return ((match.start(), *match.span(1), match.end()) for match in _HASHES.finditer(text))
 
 
 def _matches(expression: regex.Pattern[str], text: bytes) -> Iterator[Box]:

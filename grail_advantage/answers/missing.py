@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grail_advantage.answers.format import FORMATS, AnswerFormat
@@ -41,15 +42,24 @@ def is_low(answered: int, rows: int) -> bool:
     return rows > 0 and answered < LOW * rows
 
 
+def counts_elsewhere(
+    answer: AnswerFormat, responses: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase
+) -> dict[AnswerFormat, int]:
+    """In how many responses each other format finds an answer."""
+    counts = {}
+    for form in FORMATS.values():
+        if form != answer:
+            spans = find_answer_spans(responses, tokenizer, answer=form)
+            counts[form] = len(spans) - spans.count(None)
+    return counts
+
+
 def found_elsewhere(
     answer: AnswerFormat, responses: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase
 ) -> bool:
     """Whether another format finds an answer in a fifth of the responses."""
-    for form in FORMATS.values():
-        spans = [] if form == answer else find_answer_spans(responses, tokenizer, answer=form)
-        if spans and not is_low(sum(span is not None for span in spans), len(spans)):
-            return True
-    return False
+    highest = max(counts_elsewhere(answer, responses, tokenizer).values())
+    return highest > 0 and not is_low(highest, len(responses))
 
 
 def advice(
@@ -62,29 +72,25 @@ def advice(
 
     ``answer`` is the format that found few in the responses' token ids, of which -1 are left out; ``option`` sets it.
     """
-    spans_of = {
-        form: find_answer_spans(responses, tokenizer, answer=form)
-        for form in (answer, *FORMATS.values())
-    }
-    unanswered = [
-        row for row, span in zip(responses, spans_of[answer], strict=True) if span is None
-    ]
-    missed = unanswered[0] if unanswered else responses[0]
-    end = tokenizer.decode(
+    spans = find_answer_spans(responses, tokenizer, answer=answer)
+    # Where each has one, the first response.
+    missed = responses[spans.index(None) if None in spans else 0]
+    text = tokenizer.decode(
         [int(token) for token in missed if token >= 0], skip_special_tokens=True
-    )[-SHOWN:]
+    )
     remedies = [
         f"{option}={form.name} ({form.example}) would find one in {count} of {len(responses)}"
-        for form, spans in spans_of.items()
-        if form != answer and (count := sum(span is not None for span in spans))
+        for form, count in counts_elsewhere(answer, responses, tokenizer).items()
+        if count
     ]
     remedy = ", ".join(remedies) or (
         f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, "
         "where responses are cut off, raise their limit"
     )
-    return f"One of them ends with {end!r}; {remedy}"
+    return f"One of them ends with {text[-SHOWN:]!r}; {remedy}"
 
 
+@dataclass
 class AnswerCheck:
     """Looks at every batch of a run.
 
@@ -94,22 +100,17 @@ class AnswerCheck:
     sums counts of answers and responses over the processes that count together, so that they stop together.
     """
 
-    def __init__(
-        self,
-        method: BaseMethod,
-        answer: AnswerFormat,
-        choice: str,
-        prefix: str = "",
-        total: Callable[[Sequence[int]], Sequence[int]] = list,
-    ) -> None:
-        check_choice(choice, f"{prefix}missing_answers")
-        self._method = method
-        self._answer = answer
-        self._choice = choice
-        self._prefix = prefix
-        self._total = total
-        self._seen = self._answered = 0
-        self._warned = False
+    method: BaseMethod
+    answer: AnswerFormat
+    choice: str
+    prefix: str = ""
+    total: Callable[[Sequence[int]], Sequence[int]] = list
+    seen: int = 0
+    answered: int = 0
+    is_warned: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self.choice, f"{self.prefix}missing_answers")
 
     def look_at_data(self, rows: Sequence[object], source: str) -> None:
         """Warn before the first rollout where rows of the data speak of another format, and none of the run's."""
@@ -117,9 +118,9 @@ class AnswerCheck:
         counts = {name: sum(mark in text for text in texts) for name, mark in MARKS.items()}
         # An expression has no mark by which data would show it: 1, as if it did.
         if (
-            self._choice == "ignore"
-            or not self._method.reads_answer
-            or counts.get(self._answer.name, 1)
+            self.choice == "ignore"
+            or not self.method.reads_answer
+            or counts.get(self.answer.name, 1)
         ):
             return
         for name, count in counts.items():
@@ -130,33 +131,33 @@ class AnswerCheck:
                     count,
                     len(texts),
                     MARKS[name],
-                    self._answer.name,
-                    self._prefix,
+                    self.answer.name,
+                    self.prefix,
                     name,
                 )
 
     def look(self, r: Rollouts) -> None:
         """Count a batch; a collective where several processes count together. ValueError: none has an answer."""
-        if self._choice == "ignore" or not self._method.reads_answer:
+        if self.choice == "ignore" or not self.method.reads_answer:
             return
-        spans = r.spans(self._method.span)
+        spans = r.spans(self.method.span)
         # Before anything that depends on this process's batch: all of them wait here for each other.
-        answered, rows = self._total([sum(span is not None for span in spans), len(spans)])
-        self._seen = self._seen + rows
-        self._answered = self._answered + answered
-        stops = self._choice == "stop" and not self._answered and self._seen >= ENOUGH
-        if not is_low(answered, rows) or (self._warned and not stops):
+        answered, rows = self.total([len(spans) - spans.count(None), len(spans)])
+        self.seen += rows
+        self.answered += answered
+        stops = self.choice == "stop" and not self.answered and self.seen >= ENOUGH
+        if not is_low(answered, rows) or (self.is_warned and not stops):
             return
-        self._warned = True
+        self.is_warned = True
         message = (
-            f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._method.name} "
+            f"{answered} of {rows} responses have an answer in the format {self.answer.name}; {self.method.name} "
             "weighs every token of the others 1, so that they train as with uniform"
         )
         # A process that has no response here warns or stops with the others all the same.
         if len(r):
             message += (
-                f". {advice(self._answer, list(r.tokens), r.tokenizer, f'{self._prefix}answer')}"
+                f". {advice(self.answer, list(r.tokens), r.tokenizer, f'{self.prefix}answer')}"
             )
         if stops:
-            raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
+            raise ValueError(f"{message}. {self.prefix}missing_answers=warn trains all the same")
         logger.warning("%s", message)

@@ -30,7 +30,7 @@ class TokenTexts:
 
     def __call__(self, token_ids: Sequence[int] | np.ndarray) -> list[str]:
         """Texts of these tokens; ``""`` for special tokens and unknown ids. Bytes that are no UTF-8 become U+FFFD."""
-        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+        ids = np.asarray(token_ids).tolist()
         return decode_pieces([self._bytes.get(token, b"") for token in ids])
 
     def have_bytes(self, token_ids: np.ndarray) -> np.ndarray:
@@ -59,20 +59,17 @@ class TokenTexts:
         # Blanks stand before the next character, as many as there are.
         least_K = np.concatenate([[0], to_K[:-1] + 1])
         to_J = np.maximum(to_K[next_J] - (from_K[next_J] - place_J), least_K[next_J])
-        starts_T = starts_of(tokens)
-        lengths_T = np.array([len(token) for token in tokens], dtype=np.int64)
+        edges = edges_of(tokens)
         given_T = np.cumsum([len(self._bytes.get(token, b"")) for token in token_ids])
         whole_T = np.cumsum([len(token.encode()) for token in tokens])
         cut_T = given_T > whole_T  # within a character, which is in the text of a later token
-        return list(
-            zip(to_J[starts_T].tolist(), (to_J[starts_T + lengths_T] + cut_T).tolist(), strict=True)
-        )
+        starts = to_J[edges[:-1]].tolist()
+        return list(zip(starts, (to_J[edges[1:]] + cut_T).tolist(), strict=True))
 
 
-def starts_of(texts: Sequence[str]) -> np.ndarray:
-    """int64 (T,): where the text of each token begins in the whole."""
-    ends = np.cumsum([len(text) for text in texts])
-    return np.concatenate([[0], ends])[:-1].astype(np.int64)
+def edges_of(texts: Sequence[str]) -> np.ndarray:
+    """int64 (T + 1,): where the text of each token begins in the whole, and its end: 0, 2, 2, 5 of ``"ab", "", "cde"``."""
+    return np.cumsum([0, *map(len, texts)])
 
 
 def decode_pieces(pieces: Sequence[bytes]) -> list[str]:

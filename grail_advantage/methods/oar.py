@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from grail_advantage.data import Row, RowScores
-from grail_advantage.method import Among, Mapped, option, register
-from grail_advantage.methods.saliency import LOG_MAX, LOG_MIN, LOG_STD, align_scores
+from grail_advantage.method import Among, option, register
+from grail_advantage.methods.saliency import MapOptions, zero_padded
 from grail_advantage.model.hooks import capture_leaf, gradient_at
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @register("oar_g", method="gradient")
 @register("oar_p", method="perturbation")
-class Oar(Mapped):
+class Oar(MapOptions):
     """Every response with an answer gets weights; tokens outside ``statistics`` have 1."""
 
     section = "oar"
@@ -66,16 +67,7 @@ class Oar(Mapped):
         ge=1,
     )
     reshaper: str = option("bilevel", "map from scores to weights")
-    quantile: float = option(
-        0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1
-    )
-    boost: float = option(
-        2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0
-    )
     weight_mean: float = option(1.0, "reshaper=log_zscore: weight at the mean log score", ge=0)
-    weight_std: float = option(0.5, LOG_STD, gt=0)
-    weight_min: float = option(0.5, LOG_MIN, ge=0)
-    weight_max: float = option(5.0, LOG_MAX, ge=0)
     statistics: Among = option(None, "follows from variant: the tokens that have scores")
     normalize_mass: bool = option(
         True, "whether a response's weighed tokens have weights that sum to their number"
@@ -95,11 +87,9 @@ class Oar(Mapped):
 
     def check(self) -> None:
         super().check()
-        of_the_other = (
-            ("max_perturbations",) if self.method == "gradient" else ("noise_std", "noise_seed")
-        )
-        for name in of_the_other:
-            if getattr(self, name) != type(self).model_fields[name].default:
+        unread = {"max_perturbations"} if self.method == "gradient" else {"noise_std", "noise_seed"}
+        for name in self.model_dump(exclude_defaults=True):
+            if name in unread:
                 logger.warning(
                     "%s.%s does nothing with %s, which does not read it",
                     self.section,
@@ -151,6 +141,13 @@ class Oar(Mapped):
             return row.start + row.length - 1, row.start + row.length
         return row.start + row.answer.start - 1, row.start + row.answer.end - 1
 
+    def _shaken(self, row: Row) -> Range:
+        """OAR-G: the positions that get noise and have scores: the reasoning tokens' own, or the predictor positions of
+        all response tokens."""
+        if self._port:
+            return row.start - 1, row.start - 1 + row.length
+        return row.start, row.start + row.answer.start
+
     def replaced(self, row: Row) -> Tensor:
         """OAR-P: the reasoning tokens that get a counterfactual, all or evenly spaced ones; int64 (M,), ascending."""
         length = row.answer.start
@@ -162,11 +159,11 @@ class Oar(Mapped):
         )
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-        # answer_joint asks for the token after it
+        # With the token after the last position, for which answer_joint asks.
         return replace(row, tokens=row.tokens[: self.probe_of(row)[1] + 1])
 
     def row_cost(self, row: Row) -> int:
-        length = row.start + (row.length if self.probe == "last" else row.answer.end)
+        length = super().row_cost(row)
         return length if self.method == "gradient" else length * len(self.replaced(row))
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
@@ -195,30 +192,27 @@ class Oar(Mapped):
             clean_embeddings.append(output.detach())
             noisy = output.detach().clone()
             for index, (row, (_, stop)) in enumerate(zip(micro.rows, probes, strict=True)):
-                # The reasoning tokens' own positions, or the predictor positions of all response tokens.
-                first = row.start - 1 if self._port else row.start
-                length = row.length if self._port else row.answer.start
-                # A row may be cut where nothing matters any more
-                count = max(0, min(length, stop - first))
+                first, end = self._shaken(row)
                 identity = row.tokens[: row.start + row.answer.end].tolist()
                 generator = torch.Generator(noisy.device).manual_seed(
                     noise_seed(self.noise_seed, step, identity)
                 )
-                size = (length, noisy.shape[-1])
                 # For the whole length, so that a row that is cut has the same noise on what is left of it.
+                size = (end - first, noisy.shape[-1])
                 noise = torch.randn(
                     size, generator=generator, device=noisy.device, dtype=torch.float32
                 )
+                # A row may be cut where nothing matters any more.
+                count = max(0, min(end, stop) - first)
                 # Only the host knows where the row is: several may be packed into one.
                 place, start = micro.at(index, first)
-                piece = noisy[place, start : start + count]
-                # In float32 where the model is narrower
-                piece.copy_(piece + self.noise_std * noise[:count])
+                # In float32 where the model is narrower.
+                noisy[place, start : start + count] += self.noise_std * noise[:count]
             return noisy
 
         with torch.no_grad():
             # Without a graph: J is differentiated at the noisy embeddings alone.
-            clean = read_probe(micro.logits(probes), tokens, counts, self.probe)
+            clean = self._read(micro.logits(probes), tokens, counts)
         embedding = micro.leaf("embeddings")
         # Before capture_leaf(): hooks run in this order, so that the leaf is the noisy embedding.
         handle = embedding.register_forward_hook(add_noise)
@@ -228,18 +222,16 @@ class Oar(Mapped):
         finally:
             handle.remove()
         # Summed over rows, each of which depends on its own embeddings alone.
-        j = divergence(clean, read_probe(logits, tokens, counts, self.probe), self.probe).sum()
+        j = self._divergence(clean, self._read(logits, tokens, counts)).sum()
         gradient = gradient_at(j, leaves[0])
-        embeddings = (leaves[0] if self._port else clean_embeddings[0]).detach().float()
+        embeddings = (leaves[0].detach() if self._port else clean_embeddings[0]).float()
         scores = micro.per_row((gradient * embeddings).sum(dim=-1).abs())
         norms = micro.per_row(torch.linalg.vector_norm(gradient, dim=-1))
         results = []
-        for row, scores_S, norm in zip(micro.rows, scores, norms, strict=True):
-            length = row.length if self._port else row.answer.start
-            aligned = align_scores(
-                scores_S[row.start - 1 :], length, "predictor" if self._port else "token"
-            )
-            results.append(RowScores(aligned, norm[row.start - 1 :]))
+        for row, scores_S, norms_S in zip(micro.rows, scores, norms, strict=True):
+            first, end = self._shaken(row)
+            scores_T = zero_padded(scores_S[first:end], end - first)
+            results.append(RowScores(scores_T, norms_S[row.start - 1 :]))
         return results
 
     @torch.no_grad()
@@ -253,11 +245,12 @@ class Oar(Mapped):
         start, length = self.probe_of(row)
         replaced = self.replaced(row)
         assert model.pad_token is not None  # check_tokenizer() has seen to it
-        # After the row's last one, which only "last" reads, is none
+        # After the row's last token, which "last" alone reads, there is none.
         tokens = row.tokens.roll(-1)[start:length]
         positions = torch.arange(start, length, device=row.tokens.device)
         logits, cache = forward(row.tokens[None, :length], positions, None)
-        clean = read_probe(logits[0], tokens, [len(positions)], self.probe)
+        counts = [len(positions)]
+        clean = self._read(logits[0], tokens, counts)
         if not _can_be_shared(cache, length):
             cache = None
         scores: list[Tensor] = []
@@ -268,16 +261,35 @@ class Oar(Mapped):
             prefix = None
             if cache is not None:
                 shared = row.start + int(chunk[0])
-                prefix = shared_prefix(cache, shared, count)
+                # A copy, as a forward writes into it.
+                prefix = copy.deepcopy(cache)
+                prefix.crop(shared)
+                prefix.batch_repeat_interleave(count)
             changed = row.tokens[shared:length].repeat(count, 1)
             changed[torch.arange(count, device="cpu"), row.start + chunk - shared] = model.pad_token
             logits, _ = forward(changed, positions - shared, prefix)
-            changed_probe = read_probe(
-                logits.flatten(0, 1), tokens.repeat(count), [len(positions)] * count, self.probe
-            )
-            scores.append(divergence(clean, changed_probe, self.probe).float())
+            reading = self._read(logits.flatten(0, 1), tokens.repeat(count), counts * count)
+            scores.append(self._divergence(clean, reading).float())
             bar.update(count)
         return interpolate(torch.cat(scores), replaced, row.answer.start)
+
+    def _read(self, logits: Tensor, tokens: Tensor, counts: list[int]) -> Tensor:
+        """The answer as the model sees it: the log-softmax of a row's mean logits, (R, V); with ``answer_joint`` its
+        mean log-likelihood, (R,), by the token after each position. Logits (K, V) of any floating dtype, of which
+        ``counts`` belong to each row; in float64 on the CPU from the mean on, as readings that differ in the seventh
+        digit are compared."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.probe == "answer_joint":
+            log_probs = -cross_entropy(logits, tokens, reduction="none").cpu().double()
+            return torch.stack([values.mean() for values in log_probs.split(counts)])
+        mean = torch.stack([values.mean(dim=0) for values in logits.split(counts)])
+        return torch.log_softmax(mean.cpu().double(), dim=-1)
+
+    def _divergence(self, clean: Tensor, changed: Tensor) -> Tensor:
+        """``KL(P0 || P)`` of two readings, or for ``answer_joint`` the drop ``phi0 - phi``; float64 (R,)."""
+        if self.probe == "answer_joint":
+            return clean - changed
+        return (clean.exp() * (clean - changed)).sum(dim=-1)
 
 
 def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
@@ -290,58 +302,25 @@ def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
     )
 
 
-def read_probe(logits: Tensor, tokens: Tensor, counts: Sequence[int], probe: str) -> Tensor:
-    """The answer as the model sees it: the log-softmax of a row's mean logits, (R, V); with ``answer_joint`` its mean
-    log-likelihood, (R,), by the token after each position. Logits (K, V) of any floating dtype, of which ``counts``
-    belong to each row; in float64 on the CPU from the mean on, as readings that differ in the seventh digit are
-    compared."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if probe == "answer_joint":
-        log_probs = torch.log_softmax(logits, dim=-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        of_rows = log_probs.cpu().double().split(list(counts))
-        return torch.stack([values.mean() for values in of_rows])
-    mean = torch.stack([values.mean(dim=0) for values in logits.split(list(counts))])
-    return torch.log_softmax(mean.cpu().double(), dim=-1)
-
-
-def divergence(clean: Tensor, changed: Tensor, probe: str) -> Tensor:
-    """``KL(P0 || P)`` of two readings, or for ``answer_joint`` the drop ``phi0 - phi``; float64 (R,)."""
-    if probe == "answer_joint":
-        return clean - changed
-    return (clean.exp() * (clean - changed)).sum(dim=-1)
-
-
 def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     """Scores (M,) of replaced tokens as those of all reasoning tokens, (length,): linear between them, level beyond the
     outermost."""
     index = torch.arange(length, device=scores.device)
-    # Of scores 1 and 3 of the tokens 0 and 2, token 1 lies half way and has 2.
-    upper = torch.searchsorted(replaced, index).clamp(max=len(replaced) - 1)
-    lower = torch.where(replaced[upper] > index, upper - 1, upper).clamp(min=0)
-    # At a replaced token, and beyond the outermost, both are the same one.
+    # Of scores 1 and 3 of the tokens 0 and 2, token 1 lies half way and has 2. The first token is always replaced.
+    lower = torch.searchsorted(replaced, index, right=True) - 1
+    upper = (lower + 1).clamp(max=len(replaced) - 1)
+    # Beyond the outermost both are the same one.
     gap = (replaced[upper] - replaced[lower]).clamp(min=1)
-    share = ((index - replaced[lower]) / gap).clamp(0, 1)
+    share = (index - replaced[lower]) / gap
     return torch.lerp(scores[lower], scores[upper], share.to(scores.dtype))
 
 
 def _can_be_shared(cache: Cache | None, length: int) -> bool:
     """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, a cache
     of a model's own may hold a state beside its layers, and that of prefix tuning begins with virtual tokens."""
-    # Not above: it would import its model code
+    # Not above: it would import its model code.
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
         return False
-    return all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", ()))
-
-
-def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:
-    """A cache that holds the first ``length`` positions of a one-row cache for ``rows`` rows; the given one stays as it
-    is."""
-    prefix = copy.copy(cache)
-    prefix.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in prefix.layers:
-        # A view for all rows: a forward joins the new positions to it and writes nothing into it.
-        layer.keys = layer.keys[..., :length, :].expand(rows, -1, -1, -1)
-        layer.values = layer.values[..., :length, :].expand(rows, -1, -1, -1)
-    return prefix
+    return all(type(layer) is DynamicLayer for layer in cache.layers)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Rollouts
 from grail_advantage.maps import MAPS, Weights, count_of_share, top_tokens
-from grail_advantage.method import Among, Control, Gate, Mapped, Method, Span, option, register
+from grail_advantage.method import Among, Gate, Mapped, Method, option, register
 
 
 def surprisal(r: Rollouts) -> Tensor:
@@ -28,6 +28,15 @@ def _known(values: Tensor) -> Tensor:
     return torch.where(values.isfinite(), values.clamp(min=0), torch.nan)
 
 
+class OfEntropy(Method):
+    """Its scores are the entropies."""
+
+    reads = frozenset({ENTROPY})
+
+    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
+        return entropy(r)
+
+
 @register("uniform")
 class Uniform(Method):
     """GRPO, with truncated responses masked as for every method, which differs from it only in the weights."""
@@ -35,11 +44,11 @@ class Uniform(Method):
     formula = "1"
     source = "the baseline"
     # Nothing is scored, compared or moved.
-    gate: ClassVar[Gate] = "all"  # type: ignore[misc]
-    statistics: ClassVar[Among] = "response"  # type: ignore[misc]
-    span: ClassVar[Span] = "last"  # type: ignore[misc]
-    normalize_mass: ClassVar[bool] = False  # type: ignore[misc]
-    control: ClassVar[Control] = "none"  # type: ignore[misc]
+    gate: ClassVar = "all"  # type: ignore[misc]
+    statistics: ClassVar = "response"  # type: ignore[misc]
+    span: ClassVar = "last"  # type: ignore[misc]
+    normalize_mass: ClassVar = False  # type: ignore[misc]
+    control: ClassVar = "none"  # type: ignore[misc]
 
     def select(self, r: Rollouts) -> Tensor:
         return torch.zeros_like(r.valid)
@@ -64,41 +73,33 @@ class Surprisal(Mapped):
 
 
 @register("entropy")
-class Entropy(Mapped):
+class Entropy(OfEntropy, Mapped):
     """How undecided the policy was. The default map keeps each response's mean weight at 1 and ranks nothing."""
 
     formula = "map of H; by default 1 + 0.1 (H / response mean - 1)"
     source = "control"
-    reads = frozenset({ENTROPY})
     reshaper: str = option("mean_ratio", "map from scores to weights")
 
     @property
     def ranks_entropy(self) -> bool:  # type: ignore[override]
         return MAPS[self.reshaper].ranks
 
-    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        return entropy(r)
-
 
 @register("entropy_bonus")
-class EntropyBonus(Method):
+class EntropyBonus(OfEntropy):
     """``A_t = A + min(alpha H, |A| / kappa)`` as a weight: incorrect undecided tokens are pushed down
     less."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
     source = "arXiv 2506.14758 (restated: three ports, one in verl's `dp_actor.py`, with 0.4 for GRPO and 2)"
-    reads = frozenset({ENTROPY})
     alpha: float = option(0.4, "advantage added for each nat of entropy", gt=0)
     kappa: float = option(2.0, "the bonus is at most the kappa-th part of the advantage", gt=1)
-
-    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        return entropy(r)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         a = r.advantages[:, None]
         bonus = (self.alpha * scores.double() / a.abs()).clamp(max=1 / self.kappa)
-        # Where A is 0 the bonus is infinite or NaN, and any weight does.
-        w = torch.where(a != 0, 1 + a.sign() * bonus, 1.0)
+        # Where A is 0 the bonus is NaN or anything; such a response trains nothing, whatever its weights.
+        w = 1 + a.sign() * bonus
         return Weights(w.float(), 1 - 1 / self.kappa, 1 + 1 / self.kappa)
 
 
@@ -123,7 +124,7 @@ class Probability(Method):
 
 
 @register("high_entropy")
-class HighEntropy(Method):
+class HighEntropy(OfEntropy):
     """Only the batch's tokens of highest entropy train; those of responses with advantage 0 are compared, too. The
     paper's equation divides the loss by all tokens, its code by the kept ones of each micro-batch; here the batch has
     one cut, by the policy before the update, which keeps ties."""
@@ -133,17 +134,13 @@ class HighEntropy(Method):
         "80/20, arXiv 2506.01939 (Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR, `verl/trainer/ppo/core_algos.py`, "
         "`get_global_entropy_top_mask`)"
     )
-    reads = frozenset({ENTROPY})
     ranks_entropy = True
     whole_batch = True
-    gate: ClassVar[Gate] = "all"  # type: ignore[misc]
+    gate: ClassVar = "all"  # type: ignore[misc]
     rho: float = option(0.2, "share of the batch's tokens that train, rounded up", gt=0, le=1)
     denominator: Literal["selected", "all"] = option(
         "selected", "what the loss is averaged over: these tokens (their weights are N / k), or all"
     )
-
-    def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        return entropy(r)
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         # Of 10 tokens and rho = 0.2 the two highest stay: the 9th of the sorted ones is the cut.
@@ -171,7 +168,7 @@ class Stare(Method):
     )
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
     whole_batch = True
-    gate: ClassVar[Gate] = "all"  # type: ignore[misc]
+    gate: ClassVar = "all"  # type: ignore[misc]
     variant: Literal["O1", "C2"] = option(
         "O1", "O1 raises tokens with A > 0; C2 also lowers those with A < 0"
     )
@@ -196,9 +193,7 @@ class Stare(Method):
             candidates = among & (r.advantages.sign() == sign)[:, None]
             count = count_of_share(self.share, candidates.sum())
             # As one row, since the tokens of the whole batch are compared.
-            chosen = top_tokens(scores.reshape(1, -1), candidates.reshape(1, -1), count).reshape(
-                w.shape
-            )
+            chosen = top_tokens(scores.flatten(), candidates.flatten(), count).view_as(w)
             w = torch.where(chosen, 1 + sign * self.strength, w)
         return Weights(w)
 
@@ -221,11 +216,11 @@ class Steer(Method):
         return (r.advantages.double()[:, None] * (rest * (entropy(r) - s))).abs()
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        x = scores[among].double()
+        low, high = scores[among].double().aminmax()
         # Equal scores have no place between the two weights.
-        if x.min() == x.max():
+        if low == high:
             return Weights(torch.ones_like(scores))
-        place = (scores.double() - x.min()) / (x.max() - x.min())
+        place = (scores.double() - low) / (high - low)
         return Weights((self.highest - (self.highest - self.lowest) * place).float())
 
 
@@ -240,8 +235,8 @@ class Polarity(Method):
         "`compute_psr_nsr_outcome_advantage`)"
     )
     # A response has one weight: moved it is where it was, and scaled to a mean of 1 it is 1.
-    normalize_mass: ClassVar[bool] = False  # type: ignore[misc]
-    control: ClassVar[Control] = "none"  # type: ignore[misc]
+    normalize_mass: ClassVar = False  # type: ignore[misc]
+    control: ClassVar = "none"  # type: ignore[misc]
     right: float = option(1.0, "weight where A > 0", ge=0)
     wrong: float = option(1.0, "weight where A < 0", ge=0)
     spread: bool = option(False, "whether weights are divided by the response's number of tokens")

@@ -97,13 +97,10 @@ class Privileged(BaseMethod):
         )
         without_header = render(messages, add_generation_prompt=False, tokenize=False)
         complete = render(messages, add_generation_prompt=True, tokenize=False)
-        header = ""
-        if complete.startswith(without_header):
-            header = complete[len(without_header) :].strip()
+        header = complete[len(without_header) :] if complete.startswith(without_header) else ""
         # Not only the text: together with the words around it, it may make up what neither of them does.
-        question["content"] += (
-            f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
-        )
+        request = self.request.replace(PLACE, text)
+        question["content"] += f"\n\n{harmless(request, tokenizer, header.strip())}"
         prompt = row.tokens.new_tensor(render(messages, add_generation_prompt=True, tokenize=True))
         return replace(row, tokens=torch.cat([prompt, row.tokens[row.start :]]), start=len(prompt))
 

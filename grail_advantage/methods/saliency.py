@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Alignment = Literal["predictor", "token"]
-LOG_STD = "reshaper=log_zscore: weight added per standard deviation of the log score"
-LOG_MIN = "reshaper=log_zscore: lower clip"
-LOG_MAX = "reshaper=log_zscore: upper clip; at least weight_min"
 PRESETS: dict[str, dict[str, Any]] = {
     "official": {"alignment": "predictor", "span": "first", "target": "span", "statistics": "response",
                  "content_outside_gate": True, "normalize_mass": False},
@@ -37,13 +34,27 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def align_scores(values: Tensor, length: int, alignment: str) -> Tensor:
-    """Values of consecutive positions, the first being the one before the response, as scores (length,) of response
-    tokens: by ``alignment`` a token takes the value of the position before it (``predictor``) or of its own
-    (``token``). Positions after the last one given score 0: the answer does not depend on them."""
-    # Values of the positions 3, 4, 5 and a response from 4 on: its first token takes the one of 3, or of 4.
-    scores = values[0 if alignment == "predictor" else 1 :][:length]
+def zero_padded(values: Tensor, length: int) -> Tensor:
+    """Values of a response's tokens from the first on as scores (length,) of all: the answer does not depend on tokens
+    after the last one that has a value."""
+    scores = values[:length]
     return torch.cat([scores, scores.new_zeros(length - len(scores))])
+
+
+class MapOptions(Mapped):
+    """It has the options of the maps that GRAIL and OAR choose between."""
+
+    weight_std: float = option(
+        0.5, "reshaper=log_zscore: weight added per standard deviation of the log score", gt=0
+    )
+    weight_min: float = option(0.5, "reshaper=log_zscore: lower clip", ge=0)
+    weight_max: float = option(5.0, "reshaper=log_zscore: upper clip; at least weight_min", ge=0)
+    quantile: float = option(
+        0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1
+    )
+    boost: float = option(
+        2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0
+    )
 
 
 class Saliency(Mapped):
@@ -75,7 +86,9 @@ class Saliency(Mapped):
 
     def of_row(self, row: Row, saliency: Tensor, norms: Tensor) -> RowScores:
         """A response's scores from the saliency of its positions, the first being the one before the response."""
-        return RowScores(align_scores(saliency, row.length, self.alignment), norms)
+        # Values of the positions 3, 4, 5 and a response from 4 on: its first token takes the one of 3, or of 4.
+        first = 0 if self.alignment == "predictor" else 1
+        return RowScores(zero_padded(saliency[first:], row.length), norms)
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
         pairs = model.micro_batches(
@@ -85,15 +98,15 @@ class Saliency(Mapped):
             ),
             gradients=True,
         )
-        results = []
-        for row, (saliency, norms) in zip(rows, pairs, strict=True):
-            # From the position on that predicts the first response token.
-            results.append(self.of_row(row, saliency[row.start - 1 :], norms[row.start - 1 :]))
-        return results
+        # From the position on that predicts the first response token.
+        return [
+            self.of_row(row, saliency[row.start - 1 :], norms[row.start - 1 :])
+            for row, (saliency, norms) in zip(rows, pairs, strict=True)
+        ]
 
 
 @register("grail")
-class Grail(Saliency):
+class Grail(Saliency, MapOptions):
     """``null`` stands for the preset's value."""
 
     formula = "clip(1 + 0.5 z, 0.5, 5), z the response's standardised log || dL/dh * h ||; answer content 5"
@@ -114,15 +127,6 @@ class Grail(Saliency):
     statistics: Among = option(None, "tokens that are scored and compared, by the preset")
     weight_mean: float = option(
         1.0, "weight at the mean log score, of the answer's boundary and of all after it", ge=0
-    )
-    weight_std: float = option(0.5, LOG_STD, gt=0)
-    weight_min: float = option(0.5, LOG_MIN, ge=0)
-    weight_max: float = option(5.0, LOG_MAX, ge=0)
-    quantile: float = option(
-        0.4, "reshaper=bilevel: share of the tokens with weight below 1", ge=0, le=1
-    )
-    boost: float = option(
-        2.0, "reshaper=bilevel: weight added from the quantile to the highest score", ge=0
     )
     content_weight: float = option(
         None, "weight of the answer's content tokens; weight_max by default", ge=0

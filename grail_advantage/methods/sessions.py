@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -26,21 +26,29 @@ logger = logging.getLogger(__name__)
 Turn = tuple[int, int, int]  # response, first token and end
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
     """The turns of one session, as a method sees them."""
 
-    key: str  # the host's name for it, for messages
-    group: Hashable  # the same for sessions of one prompt
+    # The host's name for it, for messages
+    key: str
+    # The same for sessions of one prompt
+    group: Hashable
     outcome: float
-    rewards: np.ndarray  # float64 (K,); by turn, without the outcome
+    # For rewards_by_turn(): lists of rewards, how many turns each is for, and what a flat one holds
+    lists: Sequence[Any]
+    counts: Sequence[int]
+    align: str
+    # With turn_advantages() row, number of the turn in it, and the next number
+    turns: Sequence[Turn]
     # What was said before each turn, as token ids; of a method that reads "messages"
     before: Sequence[Hashable] = ()
-    turns: Sequence[Turn] = ()  # none in turn_advantages()
     # float32, of each turn's tokens; of a method that reads "old_log_probs"
     log_probs: Sequence[np.ndarray] = ()
     # Those read: one value for each response
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # float64 (K,); by turn, without the outcome
+    rewards: np.ndarray = field(init=False)
 
     def returns(self, gamma: float, *, outcome: bool) -> np.ndarray:
         """float64 (K,): each turn's reward and the discounted ones after it; with the outcome, if it counts, in the
@@ -80,24 +88,39 @@ class TurnMethod(AdvantageMethod):
     @property
     def field_names(self) -> list[str]:
         names = super().field_names
-        if not self.rewards:
-            return names
-        return [*names, self.rewards]
+        return [*names, self.rewards] if self.rewards else names
 
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
         """Of the turns of one prompt's sessions, float (K,) each."""
         raise NotImplementedError(f"{type(self).__name__} has no advantages()")
 
-    def by_groups(self, sessions: Sequence[Session]) -> list[np.ndarray]:
-        """:meth:`advantages` of the sessions of each group, in the order of the sessions."""
-        members: dict[Hashable, list[int]] = defaultdict(list)
-        for index, session in enumerate(sessions):
-            members[session.group].append(index)
-        advantages: dict[int, np.ndarray] = {}
-        for indices in members.values():
-            of_group = self.advantages([sessions[index] for index in indices])
-            advantages.update(zip(indices, of_group, strict=True))
-        return [advantages[index] for index in range(len(sessions))]
+    def compare(
+        self, sessions: Iterable[Session], where: str
+    ) -> tuple[list[tuple[Session, np.ndarray]], list[str]]:
+        """Each session with its advantages, and why some cannot be compared, whose advantages are NaN. ValueError: the
+        rewards of a session do not fit its turns. Messages begin with ``where``, and name the session."""
+        compared = []
+        reasons = []
+        groups: dict[Hashable, list[Session]] = defaultdict(list)
+        for session in sessions:
+            outcome = session.outcome
+            rewards = (session.lists, session.counts, session.align)
+            try:
+                if not within_range(np.array(outcome)):
+                    raise UncertainError(
+                        f"has the outcome {outcome}, which is not finite or too large"
+                    )
+                session.rewards = rewards_by_turn(*rewards, differences=self.differences)
+            except UncertainError as reason:
+                reasons.append(f"{where} {session.key} {reason}")
+                compared.append((session, np.full(len(session.turns), np.nan)))
+            except ValueError as error:
+                raise ValueError(f"{where} {session.key} {error}") from None
+            else:
+                groups[session.group].append(session)
+        for members in groups.values():
+            compared += zip(members, self.advantages(members), strict=True)
+        return compared, reasons
 
     def select(self, r: Rollouts) -> Tensor:
         """All responses that train, but those whose advantages are all 0."""
@@ -110,96 +133,52 @@ class TurnMethod(AdvantageMethod):
         """The token advantages; NaN in a session that trains nothing."""
         scores, reasons = self._scores(r)
         if reasons:
-            first = f"{self.section}.rewards={self.rewards}: response {reasons[0]}"
-            logger.warning("%s: %d sessions train nothing. %s", self.name, len(reasons), first)
+            logger.warning("%s: %d sessions train nothing. %s", self.name, len(reasons), reasons[0])
         return scores
 
     def _scores(self, r: Rollouts) -> tuple[Tensor, list[str]]:
         """float64 (B, T), and why sessions train nothing."""
+        scores = torch.zeros_like(r.mask, dtype=torch.float64)
+        compared, reasons = self.compare(
+            self._sessions(r), f"{self.section}.rewards={self.rewards}: response"
+        )
+        for session, advantages in compared:
+            for (index, start, stop), advantage in zip(session.turns, advantages, strict=True):
+                scores[index, start:stop] = float(advantage)
+        return scores, reasons
+
+    def _sessions(self, r: Rollouts) -> Iterator[Session]:
+        """Those in which the model took a turn."""
         assert r.groups is not None and r.rewards is not None  # it reads them
         written = (r.tokens >= 0).numpy()
         log_probs = r.columns.get(OLD_LOG_PROBS)
-        scores = torch.zeros_like(r.mask, dtype=torch.float64)
-        sessions = Sessions(self, f"{self.section}.rewards={self.rewards}: response")
         for indices in r.conversations:
-            turns_of = [
-                [(index, start, stop) for start, stop in runs(written[index])] for index in indices
-            ]
-            turns = [turn for of_response in turns_of for turn in of_response]
+            turns_of = [[(index, *run) for run in runs(written[index])] for index in indices]
+            turns = list(chain(*turns_of))
             if not turns:
                 continue
             last = indices[-1]
-            # Without a field the outcome alone counts.
-            lists: list[Any] = [[None] * len(turns)]
-            counts = [len(turns)]
-            align = "turns"
-            if self.rewards:
-                lists = [r.fields[self.rewards][index] for index in indices]
-                counts = [len(of_response) for of_response in turns_of]
-                align = self.align
+            fields = {
+                name: [r.fields[name][index] for index in indices] for name in self.field_names
+            }
             log_probs_of_turns = []
             if log_probs is not None:
                 log_probs_of_turns = [
                     log_probs[index, start:stop].float().numpy() for index, start, stop in turns
                 ]
-            compared = sessions.add(
+            yield Session(
                 key=r.keys[last],
                 group=int(r.groups[last]),
                 outcome=float(r.rewards[last]),
-                lists=lists,
-                counts=counts,
-                align=align,
-                before=_before(r, turns_of) if "messages" in self.reads else (),
+                # Without a field no turn has a reward, and the outcome alone counts.
+                lists=fields.get(self.rewards, [[[]] * len(turns)]),
+                counts=list(map(len, turns_of)),
+                align=self.align,
                 turns=turns,
+                before=_before(r, turns_of) if "messages" in self.reads else (),
                 log_probs=log_probs_of_turns,
-                fields={
-                    name: [r.fields[name][index] for index in indices] for name in self.field_names
-                },
+                fields=fields,
             )
-            if not compared:
-                # Not finite, so that the session trains nothing.
-                scores[indices] = torch.nan
-        for session, advantages in zip(
-            sessions.compared, self.by_groups(sessions.compared), strict=True
-        ):
-            for (index, start, stop), advantage in zip(session.turns, advantages, strict=True):
-                scores[index, start:stop] = float(advantage)
-        return scores, sessions.reasons
-
-
-class Sessions:
-    """The sessions of a batch that are compared, and why the others are not."""
-
-    def __init__(self, method: TurnMethod, where: str) -> None:
-        self.method = method
-        self.where = where
-        self.compared: list[Session] = []
-        self.reasons: list[str] = []
-
-    def add(
-        self,
-        *,
-        key: str,
-        group: Hashable,
-        outcome: float,
-        lists: Sequence[Any],
-        counts: Sequence[int],
-        align: str,
-        **parts: Any,
-    ) -> bool:
-        """Whether the session is compared, by its lists of rewards and the turns of each of its responses. ValueError,
-        naming it: they do not fit."""
-        try:
-            if not within_range(np.array(outcome, dtype=np.float64)):
-                raise UncertainError(f"has the outcome {outcome}, which is not finite or too large")
-            rewards = rewards_by_turn(lists, counts, align, differences=self.method.differences)
-        except UncertainError as reason:
-            self.reasons.append(f"{key} {reason}")
-            return False
-        except ValueError as error:
-            raise ValueError(f"{self.where} {key} {error}") from None
-        self.compared.append(Session(key, group, outcome, rewards, **parts))
-        return True
 
 
 def _before(r: Rollouts, turns_of: Sequence[Sequence[Turn]]) -> list[Hashable]:

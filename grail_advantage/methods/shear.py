@@ -20,10 +20,8 @@ from grail_advantage.maps import Weights
 from grail_advantage.method import Method, option, register
 from grail_advantage.model.interface import Model
 
-CHUNK_ELEMENTS = {
-    "cpu": 1 << 18,
-    "cuda": 1 << 26,
-}  # costs worked on at once, times some eight temporaries; of a CPU's cache
+# Costs worked on at once, times some eight temporaries; of a CPU's cache
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 # Of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
 WINDOWS_AT_ONCE = 32
@@ -67,21 +65,20 @@ class Shear(Method):
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
         hidden = model.micro_batches(rows, lambda micro: micro.hidden_states(), gradients=False)
-        groups: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            groups.setdefault(row.group, []).append(index)
-        # Copies that fill up a rank keep these.
-        results = [torch.ones(row.length, dtype=torch.float32, device="cpu") for row in rows]
-        transport = {name: getattr(self, name) for name in ("epsilon", "iterations", "tolerance")}
-        for members in (members for group, members in groups.items() if group >= 0):
+        # Copies that fill up a rank, which are of the group -1, keep these.
+        scores = [torch.ones(row.length, dtype=torch.float32, device="cpu") for row in rows]
+        options = self.model_dump(
+            include={"window", "stride", "epsilon", "iterations", "tolerance"}
+        )
+        for group in {row.group for row in rows} - {-1}:
+            members = [index for index, row in enumerate(rows) if row.group == group]
             states = [hidden[index] for index in members]
             signs = [rows[index].advantage > 0 for index in members]
-            scores = shear_scores(
-                states, signs, window=self.window, stride=self.stride, **transport
-            )
-            for index, scores_T in zip(members, scores, strict=True):
-                results[index] = scores_T
-        return list(map(RowScores, results))
+            for index, scores_T in zip(
+                members, shear_scores(states, signs, **options), strict=True
+            ):
+                scores[index] = scores_T
+        return list(map(RowScores, scores))
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
         return Weights(scores.clamp(min=0))
@@ -90,13 +87,13 @@ class Shear(Method):
 @torch.no_grad()
 def sinkhorn_distance(
     cost: Tensor,
-    rows: Tensor | None = None,
-    columns: Tensor | None = None,
+    rows: Tensor,
+    columns: Tensor,
     *,
     epsilon: float = 0.05,
     iterations: int = 200,
     tolerance: float = 1e-3,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Transport cost ``<plan, cost>`` between uniform masses, of the plan that entropy regularises; without the entropy
     term.
 
@@ -106,47 +103,43 @@ def sinkhorn_distance(
 
     Args:
         cost: (P, N, M), at least 0; float64 is computed in float64, any other floating dtype in float32.
-        rows: int (P,), how many rows of each pair are tokens, 1 to N; None: all. ``columns``: the same, 1 to M.
+        rows: int (P,), how many rows of each pair are tokens, 1 to N; the others have finite costs, which count nothing.
+        columns: int (P,), likewise, 1 to M.
 
     Returns:
-        (P,) distances, and the share of the mass that would have to move for the row sums to hold; NaN where a cost is
-        not finite.
+        (P,) distances; NaN where a cost is not finite.
     """
     cost = cost if cost.dtype == torch.float64 else cost.float()
     count, n, m = cost.shape
-    in_rows = _first(rows, count, n, cost.device)
-    in_columns = _first(columns, count, m, cost.device)
-    a = in_rows / in_rows.sum(dim=1, keepdim=True).to(cost.dtype)
-    b = in_columns / in_columns.sum(dim=1, keepdim=True).to(cost.dtype)
-    cost = torch.where(in_rows[:, :, None] & in_columns[:, None, :], cost, 0.0)
+    in_rows = torch.arange(n, device=cost.device) < rows[:, None]
+    in_columns = torch.arange(m, device=cost.device) < columns[:, None]
+    a = in_rows / rows[:, None].to(cost.dtype)
+    b = in_columns / columns[:, None].to(cost.dtype)
     unit = epsilon * torch.einsum("pnm,pn,pm->p", cost, a, b)
-    # Without any cost one plan is as good as another
+    # Without any cost one plan is as good as another.
     k = -cost / torch.where(unit == 0, 1.0, unit)[:, None, None]
     log_a = a.log()
     log_b = b.log()
-    v = torch.zeros_like(b)
+    # 0, and no mass for columns of padding.
+    v = in_columns.log()
     distance = torch.full_like(unit, torch.nan)
-    off = torch.full_like(unit, torch.nan)
     unfinished = torch.arange(count, device=cost.device)
     for step in range(1, iterations + 1):
-        # v begins as 0 in columns of padding too, which must get no mass.
-        v = torch.where(log_b > -torch.inf, v, -torch.inf)
         u = log_a - torch.logsumexp(k + v[:, None, :], 2)
         v = log_b - torch.logsumexp(k + u[:, :, None], 1)
         if step % 10 and step < iterations:
             continue
         plan = (k + u[:, :, None] + v[:, None, :]).exp()
-        wrong = (plan.sum(2) - a).abs().sum(1) / 2
-        done = (wrong <= tolerance) & (tolerance > 0) | (step == iterations)
+        misplaced = (plan.sum(2) - a).abs().sum(1) / 2
+        done = (misplaced <= tolerance) | (step == iterations)
         distance[unfinished[done]] = (plan * cost)[done].sum((1, 2))
-        off[unfinished[done]] = wrong[done]
         # Pairs that are done leave: the others alone go on.
         unfinished, cost, k, a, log_a, log_b, v = (
             values[~done] for values in (unfinished, cost, k, a, log_a, log_b, v)
         )
         if not len(unfinished):
             break
-    return distance, off
+    return distance
 
 
 @torch.no_grad()
@@ -175,15 +168,19 @@ def shear_scores(
     """
     is_finite = [bool(h.isfinite().all()) for h in hidden]
     usable = [i for i, h in enumerate(hidden) if is_finite[i] and len(h)]
+    scores = [
+        h.new_full((len(h),), 1.0 if fine else torch.nan, dtype=torch.float32)
+        for h, fine in zip(hidden, is_finite, strict=True)
+    ]
+    if not usable:
+        return scores
     bounds = [_windows(h, window, stride) for h in hidden]
-    distances = {
-        i: hidden[i].new_full((len(bounds[i]),), torch.inf, dtype=torch.float32) for i in usable
-    }
-    if usable:
-        on_cpu = hidden[0].device.type == "cpu"
-        dtype, mode = (torch.float64, "use_mm") if on_cpu else (torch.float32, "donot_use_mm")
-        norms = torch.cat([torch.linalg.vector_norm(hidden[i].to(dtype), dim=-1) for i in usable])
-        unit = norms.mean().clamp(min=torch.finfo(dtype).tiny)  # all states 0: so are the distances
+    distances = {i: scores[i].new_full((len(bounds[i]),), torch.inf) for i in usable}
+    on_cpu = hidden[0].device.type == "cpu"
+    dtype, mode = (torch.float64, "use_mm") if on_cpu else (torch.float32, "donot_use_mm")
+    norms = torch.cat([torch.linalg.vector_norm(hidden[i].to(dtype), dim=-1) for i in usable])
+    # Where all states are 0, so are the distances.
+    unit = norms.mean().clamp(min=torch.finfo(dtype).tiny)
     opposites = [(i, j) for i in usable for j in usable if positive[i] and not positive[j]]
     pairs = sum(len(bounds[i]) * len(bounds[j]) for i, j in opposites)
     if pairs > MANY_PAIRS:
@@ -195,33 +192,23 @@ def shear_scores(
     for i, j in opposites:
         opposite = hidden[j].to(dtype)
         blocks = []
-        # So that the costs of two long responses fit into memory
+        # A part at a time, so that the costs of two long responses fit into memory.
         for windows in bounds[i].split(WINDOWS_AT_ONCE):
             first = int(windows[0, 0])
-            last = int(windows[:, 1].max())
-            states = hidden[i][first:last].to(dtype)
+            states = hidden[i][first : int(windows.max())].to(dtype)
             cost = torch.cdist(states, opposite, compute_mode=f"{mode}_for_euclid_dist") / unit
             blocks.append(_window_distances(cost.float(), windows - first, bounds[j], transport))
         # The distance is symmetric: once computed, it serves both responses.
         between = torch.cat(blocks)
         distances[i] = torch.minimum(distances[i], between.amin(dim=1))
         distances[j] = torch.minimum(distances[j], between.amin(dim=0))
-    scores = [h.new_ones(len(h), dtype=torch.float32) for h in hidden]
-    for i, scores_T in enumerate(scores):
-        if not is_finite[i]:
-            scores_T.fill_(torch.nan)
-        # Without an opposite its distances are infinite, and its scores stay 1.
-        elif i in distances and any(positive[j] != positive[i] for j in usable):
-            place = torch.arange(len(scores_T), device=scores_T.device)
-            held = (bounds[i][:, :1] <= place) & (place < bounds[i][:, 1:])
-            scores[i] = torch.where(held, distances[i][:, None], -torch.inf).amax(dim=0)
+    for i in usable:
+        place = torch.arange(len(hidden[i]), device=hidden[i].device)
+        holds = (bounds[i][:, :1] <= place) & (place < bounds[i][:, 1:])
+        greatest = torch.where(holds, distances[i][:, None], -torch.inf).amax(dim=0)
+        # Without an opposite distances are infinite, and scores 1.
+        scores[i] = greatest.masked_fill(greatest == torch.inf, 1.0)
     return scores
-
-
-def _first(counts: Tensor | None, pairs: int, size: int, device: torch.device) -> Tensor:
-    """bool (P, size): the first of each pair's places, or all."""
-    place = torch.arange(size, device=device).expand(pairs, size)
-    return place < (size if counts is None else counts[:, None])
 
 
 def _windows(h: Tensor, width: int, stride: int) -> Tensor:
@@ -235,22 +222,26 @@ def _window_distances(
     cost: Tensor, bounds: Tensor, opposite_bounds: Tensor, transport: dict[str, Any]
 ) -> Tensor:
     """Distances of all pairs of two responses' windows, (K, L) float32, a chunk of pairs at a time."""
-    sizes = []
-    tokens = []
-    for windows, length in ((bounds, cost.shape[0]), (opposite_bounds, cost.shape[1])):
-        sizes.append(windows.diff()[:, 0])
-        # The first window is the longest. Shorter ones are padded with the response's last token, which gets no mass.
-        places = windows[:, :1] + torch.arange(int(sizes[-1][0]), device=cost.device)
-        tokens.append(places.clamp(max=length - 1))
+    sizes, places = _padded(bounds)
+    opposite_sizes, opposite_places = _padded(opposite_bounds)
     chunk = CHUNK_ELEMENTS.get(cost.device.type, CHUNK_ELEMENTS["cuda"])
-    pairs = torch.cartesian_prod(*(torch.arange(len(size), device=cost.device) for size in sizes))
+    pairs = torch.cartesian_prod(
+        *(torch.arange(len(size), device=cost.device) for size in (sizes, opposite_sizes))
+    )
     distances = []
-    costs_of_pair = tokens[0].shape[1] * tokens[1].shape[1]
+    costs_of_pair = places.shape[1] * opposite_places.shape[1]
     for chunk_of_pairs in pairs.split(max(1, chunk // costs_of_pair)):
         first, second = chunk_of_pairs.unbind(dim=1)
-        places = tokens[0][first][:, :, None]
-        opposite_places = tokens[1][second][:, None, :]
-        costs = cost[places, opposite_places]
-        distance, _ = sinkhorn_distance(costs, sizes[0][first], sizes[1][second], **transport)
-        distances.append(distance)
-    return torch.cat(distances).view(len(sizes[0]), len(sizes[1]))
+        costs = cost[places[first][:, :, None], opposite_places[second][:, None, :]]
+        distances.append(
+            sinkhorn_distance(costs, sizes[first], opposite_sizes[second], **transport)
+        )
+    return torch.cat(distances).view(len(sizes), len(opposite_sizes))
+
+
+def _padded(bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens each window has, (K,), and their places, (K, N)."""
+    sizes = bounds.diff()[:, 0]
+    # The first window is the longest. Shorter ones are padded with the response's last token, which gets no mass.
+    places = bounds[:, :1] + torch.arange(int(sizes[0]), device=bounds.device)
+    return sizes, places.clamp(max=int(bounds.max()) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from grail_advantage.answers.expressions import CONTENT, compile_expression, find_matches
-from grail_advantage.answers.text import TokenTexts, starts_of
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.answers.text import TokenTexts, edges_of
 from grail_advantage.data import Rollouts
 from grail_advantage.maps import Weights
 from grail_advantage.method import AdvantageMethod, Gate, Method, option, register
@@ -57,13 +59,9 @@ class Pattern(Method):
         of_gate = self.select(r) & self.inside_gate(r)
         for index in of_gate.nonzero().flatten().tolist():
             tokens = r.tokens[index].numpy()
-            mask = r.mask[index].numpy()
             inside = matched(texts(tokens), texts.have_bytes(tokens), expression)
-            if inside is None:
-                # Not finite, so that the response has weight 1.
-                scores[index] = torch.nan
-                continue
-            scores[index] = torch.from_numpy(inside & mask).float()
+            # Not finite where matching takes too long, so that the response has weight 1.
+            scores[index] = torch.nan if inside is None else torch.from_numpy(inside)
         return scores
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
@@ -82,15 +80,16 @@ def matched(
     if matches is None:
         return None
     # One place more: a token without text at the end looks at what would come next.
-    inside: np.ndarray = np.zeros(len(text) + 1, dtype=bool)  # of each character
+    # Of each character, and one place more: a token without text at the end looks at what would come next.
+    inside: np.ndarray = np.zeros(len(text) + 1, dtype=bool)
     group = CONTENT if CONTENT in expression.groupindex else 0
     for match in matches:
-        inside[slice(*match.span(group))] = True  # of a group that took no part (-1, -1), nothing
-    lengths = np.array([len(piece) for piece in texts], dtype=np.int64)
-    starts = starts_of(texts)
+        # A group that took no part is at (-1, -1), which is nothing.
+        inside[slice(*match.span(group))] = True
+    edges = edges_of(texts)
     # Of "a=12" with 12 inside they are 0 0 0 1 2 2, and rise within the tokens that match.
-    counts = np.concatenate([[0], np.cumsum(inside)])
-    return have_bytes & (counts[starts + np.maximum(lengths, 1)] > counts[starts])
+    counts = np.cumsum([False, *inside])
+    return have_bytes & (counts[np.maximum(edges[1:], edges[:-1] + 1)] > counts[edges[:-1]])
 
 
 State = tuple[int, str]
@@ -118,10 +117,7 @@ class StepValues(AdvantageMethod):
     )
 
     def check(self) -> None:
-        self._compiled()
-
-    def _compiled(self) -> regex.Pattern[str]:
-        return compile_expression(self.separator, f"{self.section}.separator")
+        compile_expression(self.separator, f"{self.section}.separator")
 
     def select(self, r: Rollouts) -> Tensor:
         """All responses that train of groups in which any advantage differs from 0."""
@@ -130,20 +126,13 @@ class StepValues(AdvantageMethod):
         return r.trains & matters
 
     def scores(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
-        texts = TokenTexts(r.tokenizer)
-        separator = self._compiled()
         assert r.groups is not None
         advantages = r.advantages.double().tolist()
         groups = r.groups.tolist()
-        chosen = self.select(r).nonzero().flatten().tolist()
-        tokens = {index: r.tokens[index].numpy() for index in chosen}
-        steps = {
-            index: cut(texts(ids), texts.have_bytes(ids), separator)
-            for index, ids in tokens.items()
-        }
+        steps = steps_of(r, self.select(r), self.separator)
         through: dict[tuple[int, State], list[float]] = defaultdict(list)
-        for index in chosen:
-            for state in steps[index][1][:-1]:
+        for index, (_, states) in steps.items():
+            for state in states[:-1]:
                 through[groups[index], state].append(advantages[index])
         scores = torch.zeros_like(r.mask, dtype=torch.float64)
         for index, (of_tokens, states) in steps.items():
@@ -156,6 +145,19 @@ class StepValues(AdvantageMethod):
         return scores
 
 
+def steps_of(
+    r: Rollouts, selected: Tensor, separator: str
+) -> dict[int, tuple[np.ndarray, list[State]]]:
+    """:func:`cut` of each response that is selected, bool (B,), by its index."""
+    texts = TokenTexts(r.tokenizer)
+    compiled = compile_expression(separator, "separator")
+    steps = {}
+    for index in selected.nonzero().flatten().tolist():
+        ids = r.tokens[index].numpy()
+        steps[index] = cut(texts(ids), texts.have_bytes(ids), compiled)
+    return steps
+
+
 def cut(
     texts: Sequence[str], have_bytes: np.ndarray, separator: regex.Pattern[str]
 ) -> tuple[np.ndarray, list[State]]:
@@ -163,14 +165,23 @@ def cut(
     the step in which its first character is, one without bytes to the step before it. A response that takes too long to
     cut is one step."""
     text = "".join(texts)
-    ends = [match.end() for match in find_matches(separator, text) or ()]
+    ends = {match.end() for match in find_matches(separator, text) or ()}
     # A separator at either end makes no empty step.
-    ends = [end for end in dict.fromkeys(ends) if 0 < end < len(text)]
+    inner_ends = sorted(ends - {0, len(text)})
     # A token without bytes is looked up one character earlier, in the step before it.
-    first: np.ndarray = np.minimum(starts_of(texts) - ~have_bytes, len(text) - 1)
-    steps = np.asarray(np.searchsorted(np.array(ends, dtype=np.int64), first, side="right"))
-    pieces = zip([0, *ends], [*ends, None], strict=True)
-    return steps, [(place, result(text[start:end])) for place, (start, end) in enumerate(pieces)]
+    first: np.ndarray = np.minimum(edges_of(texts)[:-1] - ~have_bytes, len(text) - 1)
+    pieces = pairwise([0, *inner_ends, len(text)])
+    states = [(place, result(text[start:end])) for place, (start, end) in enumerate(pieces)]
+    return np.asarray(np.searchsorted(inner_ends, first, side="right")), states
+
+
+def starts_of_steps(step_T: np.ndarray, answer: AnswerSpan | None) -> list[int]:
+    """The first token of each step, of which :func:`cut` gives each token's; the answer and all after it are one."""
+    starts = [0, *(1 + np.flatnonzero(np.diff(step_T))).tolist()]
+    if answer is None:
+        return starts
+    # Steps from 0, 6 and 11 with an answer from 9 on begin at 0, 6 and 9.
+    return [start for start in starts if start < answer.start] + [answer.start]
 
 
 def result(step: str) -> str:
@@ -179,8 +190,7 @@ def result(step: str) -> str:
     if not numbers:
         return " ".join(step.split())
     integer, _, decimals = numbers[-1].lstrip("+-").replace(",", "").partition(".")
-    integer = integer.lstrip("0") or "0"
-    decimals = decimals.rstrip("0")
-    number = f"{integer}.{decimals}" if decimals else integer
+    # "12.50" is 12.5, "012." is 12, and ".0" is 0.
+    number = f"{integer.lstrip('0') or '0'}.{decimals}".rstrip("0").rstrip(".")
     # -0 is 0.
     return f"-{number}" if numbers[-1].startswith("-") and number != "0" else number

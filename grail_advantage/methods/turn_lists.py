@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from grail_advantage.data import runs
 from grail_advantage.method import build
-from grail_advantage.methods.sessions import Sessions, TurnMethod
+from grail_advantage.methods.sessions import Session, TurnMethod
 from grail_advantage.methods.turn_rewards import Rewards
 
 logger = logging.getLogger(__name__)
@@ -85,36 +86,38 @@ def turn_advantages(
     for row in range(len(rewards)):
         # The names of sessions need to differ within a group alone.
         rows_of[(groups[row], sessions[row]) if sessions is not None else row].append(row)
-    known_sessions = Sessions(m, "rewards: row")
-    rows_compared = []
+    known_sessions = []
     for rows in rows_of.values():
-        counts = [len(rewards[row]) for row in rows]
-        if not any(counts):
-            continue
         last = rows[-1]
         key = str(last if keys is None else keys[last])
-        observed = [] if before is None else [message for row in rows for message in before[row]]
-        if before is not None and len(observed) != sum(counts):
-            had = f"{sum(counts)} turns and {len(observed)} observations"
-            raise ValueError(f"before: row {key} has {had}; give one a turn")
-        compared = known_sessions.add(
+        turns = [(row, turn, turn + 1) for row in rows for turn in range(len(rewards[row]))]
+        if not turns:
+            continue
+        observed = []
+        if before is not None:
+            observed = list(chain(*(before[row] for row in rows)))
+            if len(observed) != len(turns):
+                had = f"{len(turns)} turns and {len(observed)} observations"
+                raise ValueError(f"before: row {key} has {had}; give one a turn")
+        session = Session(
             key=key,
             group=groups[last],
             outcome=float(outcomes[last] or 0.0),
             lists=[rewards[row] for row in rows],
-            counts=counts,
+            counts=[len(rewards[row]) for row in rows],
             align="turns",
+            turns=turns,
             before=observed,
         )
-        if compared:
-            rows_compared.append(rows)
-    for reason in known_sessions.reasons:
+        known_sessions.append(session)
+    compared, reasons = m.compare(known_sessions, "rewards: row")
+    for reason in reasons:
         logger.warning("%s: a row trains nothing: %s", m.name, reason)
     advantages = [[0.0] * len(of_row) for of_row in rewards]
-    for rows, of_session in zip(rows_compared, m.by_groups(known_sessions.compared), strict=True):
-        remaining = iter(np.asarray(of_session, dtype=np.float64).tolist())
-        for row in rows:
-            advantages[row] = [next(remaining) for _ in rewards[row]]
+    for session, of_session in compared:
+        values = np.nan_to_num(of_session).tolist()
+        for (row, turn, _), advantage in zip(session.turns, values, strict=True):
+            advantages[row][turn] = advantage
     return advantages
 
 
@@ -126,11 +129,11 @@ def turns_to_tokens(advantages: Sequence[float], mask: Sequence[int]) -> list[fl
     [3.5, 3.5, 0.0, 0.0, -1.0]
     """
     ranges = runs(np.asarray(mask))
-    values = [0.0] * len(mask)
+    values = np.zeros(len(mask))
     if len(ranges) != len(advantages):
         raise ValueError(
             f"mask has {len(ranges)} turns, runs of tokens that the model wrote; advantages {len(advantages)}"
         )
     for (start, stop), advantage in zip(ranges, advantages, strict=True):
-        values[start:stop] = [float(advantage)] * (stop - start)
-    return values
+        values[start:stop] = advantage
+    return values.tolist()

@@ -43,9 +43,10 @@ def read_rewards(rewards: Any) -> tuple[list[list[float]], bool]:
             raise ValueError(
                 f"has the reward {entry!r}; give a number, None or a list of numbers for each turn"
             )
-        if not within_range(np.array(numbers, dtype=np.float64)).all():
+        values = np.array(numbers, dtype=np.float64)
+        if not within_range(values).all():
             raise UncertainError(f"has the reward {entry!r}, which is not finite or too large")
-        calls.append([float(number) for number in numbers])
+        calls.append(values.tolist())
     return calls, is_flat
 
 
@@ -64,12 +65,11 @@ def rewards_label(rewards: Any) -> list[Any]:
 def list_a_turn(rewards: Any, turns: int) -> Any:
     """A flat list of as many rewards as turns, as a list for each turn; else as it is. For a host in which no turn
     makes two calls, and the last turn's call may have no answer."""
-    entries = _plain(rewards)
-    if not isinstance(entries, list | tuple) or len(entries) != turns:
+    try:
+        calls, is_flat = read_rewards(rewards)
+    except ValueError:
         return rewards
-    if any(isinstance(entry, list | tuple | np.ndarray) for entry in entries):
-        return rewards
-    return [[entry] for entry in entries]
+    return calls if is_flat and len(calls) == turns else rewards
 
 
 def rewards_by_turn(
@@ -104,13 +104,15 @@ def _calls_by_turn(rewards: Any, turns: int, align: str) -> list[list[float]]:
     """The numbers of each turn of one list."""
     calls, is_flat = read_rewards(rewards)
     counted = f"has {turns} turns and the {len(calls)} rewards {rewards!r}"
-    if align == "calls" and is_flat and turns == 1:
-        calls = [list(chain(*calls))]  # there is no other turn
-    elif align == "calls" and is_flat and len(calls) >= turns:
-        remedy = "give a list for each turn, such as [[1, 0.5], [0]], or with align=turns one number for each"
-        raise UncertainError(
-            f"{counted}, so that it is not certain which turn each belongs to; {remedy}"
-        )
+    if align == "calls" and is_flat:
+        if turns == 1:
+            # There is no other turn.
+            calls = [list(chain(*calls))]
+        elif len(calls) >= turns:
+            remedy = "give a list for each turn, such as [[1, 0.5], [0]], or with align=turns one number for each"
+            raise UncertainError(
+                f"{counted}, so that it is not certain which turn each belongs to; {remedy}"
+            )
     allowed = [turns] if align == "turns" and is_flat else [turns - 1, turns]
     if len(calls) not in allowed:
         wants = "with turns one a turn, with calls one for each turn that a tool answered"

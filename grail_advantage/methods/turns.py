@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -24,21 +25,19 @@ def compare(
 ) -> list[np.ndarray]:
     """Values (K,) of each session's turns less the mean of those with the same key, 0 for a key of one turn; with
     ``deviation`` divided by the deviation, with n - 1, plus ``epsilon``, as verl's GRPO does it."""
-    members: dict[Any, list[float]] = defaultdict(list)
-    for of_session, keys_of_session in zip(values, keys, strict=True):
-        for value, key in zip(of_session, keys_of_session, strict=True):
-            members[key].append(value)
-    mean = {}
-    spread = {}
-    for key, of_key in members.items():
-        mean[key] = np.mean(of_key)
+    numbers = np.concatenate(values)
+    places: dict[Any, list[int]] = defaultdict(list)
+    for place, key in enumerate(chain(*keys)):
+        places[key].append(place)
+    for indices in places.values():
+        of_key = numbers[indices]
+        difference = of_key - np.mean(of_key)
         # One value has no deviation; its difference is 0.
-        spread[key] = np.std(of_key, ddof=1) + epsilon if deviation and len(of_key) > 1 else 1.0
-    advantages = []
-    for of_session, keys_of_session in zip(values, keys, strict=True):
-        pairs = zip(of_session, keys_of_session, strict=True)
-        advantages.append(np.array([(value - mean[key]) / spread[key] for value, key in pairs]))
-    return advantages
+        if deviation and len(of_key) > 1:
+            difference = difference / (np.std(of_key, ddof=1) + epsilon)
+        numbers[indices] = difference
+    # Of sessions of 2, 1 and 3 turns the second begins at 2, the third at 3.
+    return np.split(numbers, np.cumsum([len(of_session) for of_session in values])[:-1])
 
 
 @register("turn_rloo")
@@ -60,10 +59,10 @@ class TurnRloo(TurnMethod):
         returns = [session.returns(self.gamma, outcome=self.outcome) for session in sessions]
         # A session without siblings is compared with 0.
         siblings = max(1, len(returns) - 1)
-        longest = max(map(len, returns))
-        g = np.array([np.pad(g_K, (0, longest - len(g_K))) for g_K in returns])
+        padded = np.stack(list(zip_longest(*returns, fillvalue=np.nan)), axis=1)
+        g = np.nan_to_num(padded)
         # Less the session itself.
-        counts = np.array([np.arange(longest) < len(g_K) for g_K in returns]).sum(axis=0) - 1
+        counts = np.isfinite(padded).sum(axis=0) - 1
         sums = g.sum(axis=0) - g
         mean = sums / siblings
         # Where no sibling has the turn, the mean of their first ones
@@ -89,22 +88,18 @@ class MtGrpo(TurnMethod):
     deviation: bool = option(True, DEVIATION)
 
     def advantages(self, sessions: Sequence[Session]) -> list[np.ndarray]:
-        def norm(values: Sequence[float]) -> list[float]:
-            one_turn = [np.array([value]) for value in values]
+        def norm(values: Sequence[np.ndarray]) -> list[np.ndarray]:
             keys = [["response"]] * len(values)
-            return [
-                float(a_1[0])
-                for a_1 in compare(one_turn, keys, deviation=self.deviation, epsilon=1e-4)
-            ]
+            return compare(values, keys, deviation=self.deviation, epsilon=1e-4)
 
-        t = [float(s.rewards[:-1].sum()) for s in sessions]
-        o = [s.rewards[-1] + (s.outcome if self.outcome else 0.0) for s in sessions]
-        sums = np.add(t, o).tolist()
+        t = [s.rewards[:-1].sum(keepdims=True) for s in sessions]
+        o = [s.rewards[-1:] + self.outcome * s.outcome for s in sessions]
+        sums = list(map(np.add, t, o))
         advantages = []
         for s, norm_t, norm_o, norm_sum in zip(sessions, norm(t), norm(o), norm(sums), strict=True):
-            a = np.full(len(s.rewards), norm_o)
+            a = norm_o.repeat(len(s.rewards))
             # Of a single turn rewards and outcome are one sum.
-            a[0] = norm_o + self.alpha * norm_t if len(s.rewards) > 1 else norm_sum
+            a[:1] = norm_o + self.alpha * norm_t if len(s.rewards) > 1 else norm_sum
             advantages.append(a)
         return advantages
 

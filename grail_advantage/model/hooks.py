@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ TOGETHER = 1024  # positions whose distribution over the vocabulary is held in f
 REMEDY = "pass a causal language model, such as AutoModelForCausalLM loads"
 
 
-def leaf_module(model: PreTrainedModel, leaf: str) -> nn.Module:
+def leaf_module(model: PreTrainedModel, leaf: str) -> Module:
     """The module whose output is the activation: ``embeddings``, ``first``, ``middle`` or ``last``, with ``n`` decoder
     blocks the hidden states 0, 1, n // 2 and n - 1, where 0 is the embeddings and k the output of block k. The model is
     bare or wrapped (FSDP, PEFT). ValueError: it does not expose its blocks as ``get_decoder().layers``."""
@@ -38,20 +39,18 @@ def leaf_module(model: PreTrainedModel, leaf: str) -> nn.Module:
     return model.get_input_embeddings() if k == 0 else blocks[k - 1]
 
 
-def has_adapter(model: nn.Module) -> bool:
+def has_adapter(model: Module) -> bool:
     """Whether it is a model of PEFT's whose adapter can be switched off."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
 @contextmanager
-def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+def capture_leaf(module: Module) -> Iterator[list[Tensor]]:
     """While open, each forward of ``module`` puts out a detached leaf (B, S, D) that requires grad, and appends it to
     the list. ValueError: the forward does not call the module."""
-    leaves_BSD: list[torch.Tensor] = []
+    leaves_BSD: list[Tensor] = []
 
-    def replace_output(
-        _module: nn.Module, _args: tuple, output: torch.Tensor | tuple
-    ) -> torch.Tensor | tuple:
+    def replace_output(_module: Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
         hidden_BSD = output[0] if isinstance(output, tuple) else output
         leaf_BSD = hidden_BSD.detach().requires_grad_()
         leaves_BSD.append(leaf_BSD)
@@ -64,13 +63,14 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def frozen_parameters(model: nn.Module) -> Iterator[None]:
+def frozen_parameters(model: Module) -> Iterator[None]:
     """While open, no parameter asks for a gradient, so that a forward keeps nothing for theirs: a linear layer keeps its
     input for its weight's gradient alone. Parameters of other classes, such as those that FSDP shards, stay as they
     are: its hooks hang on their gradients."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained = [
-        parameter for parameter in trained if type(parameter) is nn.Parameter and parameter.is_leaf
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and type(parameter) is Parameter and parameter.is_leaf
     ]
     try:
         for parameter in trained:
@@ -82,9 +82,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def at_head(
-    model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[None]:
+def at_head(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While open, each forward of the model's output embeddings computes the logits of ``before(hidden)``, of the hidden
     states (B, S, D) those that are needed. ValueError: there are no output embeddings, or the forward calls none."""
     head = model.get_output_embeddings()
@@ -92,23 +90,19 @@ def at_head(
     if head is None:
         raise ValueError(f"model ({type(model).__name__}) gives no logits, {REMEDY}")
 
-    def replace_input(_module: nn.Module, args: tuple) -> tuple:
+    def replace_input(_module: Module, args: tuple) -> tuple:
         calls.append(None)
         return (change(args[0]), *args[1:])
 
     # First among the hooks: those that gather parameters for the backward must see the tensors that take part in it.
-    with _hooked(
-        head.register_forward_pre_hook(replace_input, prepend=True),
-        calls,
-        head,
-        "output embeddings",
-    ):
+    handle = head.register_forward_pre_hook(replace_input, prepend=True)
+    with _hooked(handle, calls, head, "output embeddings"):
         yield
 
 
 @contextmanager
 def _hooked(
-    handle: RemovableHandle, calls: Sequence[object], module: nn.Module, name: str
+    handle: RemovableHandle, calls: Sequence[object], module: Module, name: str
 ) -> Iterator[None]:
     """A forward that went past a hook would give wrong values, or none."""
     try:
@@ -123,11 +117,11 @@ def _hooked(
 
 
 @contextmanager
-def capture_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+def capture_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """:func:`at_head` that appends the hidden states (B, S, D), detached, to the list, and needs one column's logits."""
-    captured_BSD: list[torch.Tensor] = []
+    captured_BSD: list[Tensor] = []
 
-    def first_column(hidden_BSD: torch.Tensor) -> torch.Tensor:
+    def first_column(hidden_BSD: Tensor) -> Tensor:
         captured_BSD.append(hidden_BSD.detach())
         return hidden_BSD[:, :1]
 
@@ -136,7 +130,7 @@ def capture_hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
+def evaluation_mode(model: Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
     """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards. Blocks
     and FSDP1 units work as :mod:`grail_advantage.model.patches` says. ``checkpoint_blocks`` is for training that saves
     memory in another way: they are checkpointed whatever is configured."""
@@ -151,9 +145,13 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
     )
 
     refuse_waiting_hooks(model)
-    modes = [(module, module.training) for module in model.modules()]
-    blocks = [module for module, _ in modes if isinstance(module, GradientCheckpointingLayer)]
-    blocks = [block for block in blocks if checkpoint_blocks or block.gradient_checkpointing]
+    modes = {module: module.training for module in model.modules()}
+    blocks = [
+        module
+        for module in modes
+        if isinstance(module, GradientCheckpointingLayer)
+        and (checkpoint_blocks or module.gradient_checkpointing)
+    ]
     try:
         model.eval()
         with (
@@ -168,42 +166,38 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
         raise
     finally:
         release_waiting_hooks(model)
-        for module, training in modes:
+        for module, training in modes.items():
             module.training = training
 
 
-def log_probs(logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: float) -> torch.Tensor:
+def log_probs(logits_KV: Tensor, tokens_K: Tensor, temperature: float) -> Tensor:
     """Log-probability of each token at the sampling temperature, above 0, from the logits of its predictor position, of any
     floating dtype; (K,), computed in float32."""
-    pairs = zip(logits_KV.split(TOGETHER), tokens_K[:, None].split(TOGETHER), strict=True)
-    return torch.cat(
-        [
-            # Float32 before the division, which half precision would round.
-            torch.log_softmax(token_log_probs.float() / temperature, -1).gather(-1, ids)[:, 0]
-            for token_log_probs, ids in pairs
-        ]
-    )
+    parts = zip(_distributions(logits_KV, temperature), tokens_K.split(TOGETHER), strict=True)
+    return torch.cat([log_KV.gather(-1, ids_K[:, None])[:, 0] for log_KV, ids_K in parts])
 
 
-def entropies(logits_KV: torch.Tensor, temperature: float) -> torch.Tensor:
+def entropies(logits_KV: Tensor, temperature: float) -> Tensor:
     """Entropy, in nats, of the distribution that each token is drawn from, as :func:`log_probs`."""
-    parts = (
-        torch.log_softmax(some_KV.float() / temperature, dim=-1)
-        for some_KV in logits_KV.split(TOGETHER)
-    )
     sums = []
-    for log_KV in parts:
+    for log_KV in _distributions(logits_KV, temperature):
         # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
         terms_KV = torch.where(log_KV == -torch.inf, 0, log_KV.exp() * log_KV)
         sums.append(-terms_KV.sum(-1))
     return torch.cat(sums)
 
 
-def gradient_at(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> torch.Tensor:
+def _distributions(logits_KV: Tensor, temperature: float) -> Iterator[Tensor]:
+    for part_KV in logits_KV.split(TOGETHER):
+        # Float32 before the division, which half precision would round.
+        yield torch.log_softmax(part_KV.float() / temperature, dim=-1)
+
+
+def gradient_at(loss: Tensor, leaf_BSD: Tensor) -> Tensor:
     """Gradient of ``loss`` at the leaf alone, float32 (B, S, D). ValueError: a layer between them, such as a quantised
     one, passes no gradient."""
-    # A quantised layer may cut the graph off.
     gradient = None
+    # A quantised layer may cut the graph off.
     if loss.requires_grad:
         (gradient,) = torch.autograd.grad(loss, leaf_BSD, allow_unused=True)
     if gradient is None:

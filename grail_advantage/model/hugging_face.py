@@ -11,12 +11,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,6 +26,7 @@ from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Row, RowScores
 from grail_advantage.model import hooks
 from grail_advantage.model.interface import (
     Forward,
+    MicroBatch,
     Range,
     RankRounds,
     T,
@@ -43,9 +46,9 @@ LEAST_LENGTH = 0.75
 CHECKED_TOKENS = 18  # of the row by which a model's logits are checked
 # Of each model: its lowered budget of tokens where memory ran out; what the probe found, and with how many tokens of the
 # longest row; whether its logits are read where they are.
-_fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_findings: WeakKeyDictionary[nn.Module, tuple[Any, int, Finding]] = WeakKeyDictionary()
-_checked: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_fitting_tokens: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
+_findings: WeakKeyDictionary[Module, tuple[Any, int, Finding]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()
 
 
 def run_rows(method: BaseMethod, rows: Sequence[Row], model: HuggingFaceModel) -> list[RowScores]:
@@ -58,24 +61,22 @@ def run_rows(method: BaseMethod, rows: Sequence[Row], model: HuggingFaceModel) -
             return run_rows(method, rows, model)
 
     Where parameters are sharded (``group=``), every rank of the group calls it, also one without rows."""
-    return _on_rows(
-        rows, model, lambda moved: [scores.on_cpu() for scores in method.run(moved, model)]
-    )
+    return [scores.on_cpu() for scores in _on_rows(rows, model, partial(method.run, model=model))]
 
 
 def read_columns(
     names: Sequence[str], rows: Sequence[Row], model: HuggingFaceModel
-) -> list[dict[str, torch.Tensor]]:
+) -> list[dict[str, Tensor]]:
     """The model's side of :meth:`grail_advantage.weigh.Host.columns`: for each row the ``old_log_probs`` and ``entropy``
     of its response tokens, those that are named, (T,) float32 on the CPU. Ranks call it as :func:`run_rows`."""
 
-    def read(micro: PaddedRows) -> list[dict[str, torch.Tensor]]:
-        return [
-            {name: values.cpu() for name, values in columns.items()}
-            for columns in micro.columns(names)
-        ]
+    def read(moved: list[Row]) -> list[dict[str, Tensor]]:
+        return model.micro_batches(moved, lambda micro: micro.columns(names), gradients=False)
 
-    return _on_rows(rows, model, lambda moved: model.micro_batches(moved, read, gradients=False))
+    columns_of_rows = _on_rows(rows, model, read)
+    return [
+        {name: values_T.cpu() for name, values_T in columns.items()} for columns in columns_of_rows
+    ]
 
 
 def _on_rows(
@@ -137,28 +138,22 @@ class HuggingFaceModel:
         def run_next() -> Sequence[T]:
             longest = len(waiting[0].tokens)
             candidates = waiting[: 1 if alone else self.sequences_together(longest)]
-            return work(
-                PaddedRows(
-                    self, [row for row in candidates if len(row.tokens) >= LEAST_LENGTH * longest]
-                )
-            )
+            together = [row for row in candidates if len(row.tokens) >= LEAST_LENGTH * longest]
+            return work(PaddedRows(self, together))
 
         frozen = hooks.frozen_parameters(self.model) if self.rounds.group is None else nullcontext()
         with hooks.evaluation_mode(self.model), frozen, torch.set_grad_enabled(gradients):
             alone = not self._independent(waiting)
             while waiting:
                 self.rounds.take()
-                results += self.fitting(run_next)
-                waiting = [rows[index] for index in order[len(results) :]]
+                finished = self.fitting(run_next)
+                results += finished
+                waiting = waiting[len(finished) :]
             # Ranks that have rows gather parameters in each forward, in which this one takes part with two tokens.
             for _ in self.rounds.wait():
-                work(
-                    PaddedRows(
-                        self, [whole_row(torch.zeros(2, dtype=torch.int64, device=self.device))]
-                    )
-                )
-        in_order = sorted(zip(order, results, strict=True), key=lambda pair: pair[0])
-        return [result for _, result in in_order]
+                work(self._of_nobody([torch.zeros(2, dtype=torch.int64)]))
+        results_of = dict(zip(order, results, strict=True))
+        return [results_of[index] for index in range(len(rows))]
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:
@@ -193,7 +188,7 @@ class HuggingFaceModel:
                 "memory ran out in a pass: %d tokens go together now; set tokens lower", self.tokens
             )
 
-    def check_logits(self, rows: Sequence[torch.Tensor]) -> None:
+    def check_logits(self, rows: Sequence[Tensor]) -> None:
         """ValueError for a model whose logits are not one for each token of its input, as with a soft prompt in front;
         it is asked once, by all ranks. ``rows``: prompt + response of the run, int64 (S,) each; there may be none."""
         self._state = model_state(self.model)
@@ -203,13 +198,13 @@ class HuggingFaceModel:
         tokens_S = tokens_S[:CHECKED_TOKENS].to(self.device)
         ids_1S = tokens_S[None, :-1]
 
-        def own() -> torch.Tensor:
+        def own() -> Tensor:
             logits: Any = getattr(self.forward(ids_1S), "logits", None)
             if getattr(logits, "shape", ())[:-1] != ids_1S.shape:
                 refuse(self.model)
             return hooks.log_probs(logits[0], tokens_S[1:], self.temperature)
 
-        def backwards() -> torch.Tensor:
+        def backwards() -> Tensor:
             """Of a model that only scales or caps each position's logits the order of positions changes none."""
             with hooks.at_head(self.model, lambda hidden_BSD: hidden_BSD.flip(1)):
                 logits_1SV = self.forward(ids_1S).logits
@@ -220,27 +215,24 @@ class HuggingFaceModel:
                 refuse(self.model)
         _checked[self.model] = self._state
 
-    def forward(self, tokens_BS: torch.Tensor) -> Any:
+    def forward(self, tokens_BS: Tensor) -> Any:
         """The model's output for rows of tokens, padding on the right included."""
         release_waiting_hooks(self.model)  # of the forward before
         return self.model(
             input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False
         )
 
-    def _log_probs(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return PaddedRows(
-            self, [whole_row(tokens_S.to(self.device)) for tokens_S in rows]
-        ).response_log_probs()
+    def _of_nobody(self, tokens: Sequence[Tensor]) -> PaddedRows:
+        return PaddedRows(self, [whole_row(tokens_S.to(self.device)) for tokens_S in tokens])
 
     def _independent(self, rows: Sequence[Row]) -> bool:
         """Whether rows, the longest first, are the same together as alone. A model is asked again when a row is longer
         than any before. A collective of the ranks, which ask together."""
         longest = int(self.rounds.most(len(rows[0].tokens) if len(rows) > 1 else 0))
+        # No rank has two rows.
         if not longest:
-            return True  # no rank has two rows
-        if self._state is None:
-            self._state = model_state(self.model)
-        state = self._state
+            return True
+        state = self._state or model_state(self.model)
         state_asked, length_asked, finding = _findings.get(self.model, (None, 0, None))
         if finding is None or state_asked != state or (longest > length_asked and finding.holds):
             # A rank without rows has this one to draw from.
@@ -249,7 +241,9 @@ class HuggingFaceModel:
 
             def ask() -> Finding:
                 trial = probe_rows(tokens, longest=longest, rows=self.sequences_together(longest))
-                return probe(self.model, self._log_probs, trial)
+                return probe(
+                    self.model, lambda tokens: self._of_nobody(tokens).response_log_probs(), trial
+                )
 
             finding = self.fitting(ask)
             # The largest of all ranks', so that they go on alike.
@@ -260,61 +254,59 @@ class HuggingFaceModel:
         return finding.holds
 
 
-class PaddedRows:
+class PaddedRows(MicroBatch):
     """Rows padded on the right, as :class:`grail_advantage.model.interface.MicroBatch`. Forwards end at the last position
     that a caller asks for."""
 
     def __init__(self, model: HuggingFaceModel, rows: Sequence[Row]) -> None:
         self.rows = rows
         self._host = model
-        self._model = model.model
+        self.module = model.model
         self._tokens_BS = pad_sequence([row.tokens for row in rows], batch_first=True)
-        # Positions that the latest forward was for
+        # Positions that the latest forward was for.
         self._lengths = [len(row.tokens) for row in rows]
 
-    def leaf(self, name: str) -> nn.Module:
-        return hooks.leaf_module(self._model, name)
-
-    def logits(self, positions: Sequence[Range]) -> torch.Tensor:
+    def logits(self, positions: Sequence[Range]) -> Tensor:
         row_K, column_K = places_of(positions, self._tokens_BS.device)
-        with hooks.at_head(self._model, lambda hidden_BSD: hidden_BSD[row_K, column_K][None]):
+        with hooks.at_head(self.module, lambda hidden_BSD: hidden_BSD[row_K, column_K][None]):
             logits_1KV = self._forward(positions).logits
         # Virtual tokens in front, for example, shift every position.
         if logits_1KV.shape[:2] != (1, len(column_K)):
-            refuse(self._model)
+            refuse(self.module)
         return logits_1KV[0]
 
-    def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
+    def log_likelihood(self, tokens: Sequence[Range]) -> Tensor:
         return hooks.log_probs(*self._predicted(tokens), self._host.temperature).sum()
 
-    def response_log_probs(self) -> list[torch.Tensor]:
+    def response_log_probs(self) -> list[Tensor]:
         return [columns[OLD_LOG_PROBS] for columns in self.columns([OLD_LOG_PROBS])]
 
-    def hidden_states(self) -> list[torch.Tensor]:
-        with hooks.capture_hidden_states(self._model) as captured:
-            self._forward([(0, len(row.tokens)) for row in self.rows])
-        of_rows = zip(self.rows, self.per_row(captured[0]), strict=True)
-        return [of_row[row.start :].clone() for row, of_row in of_rows]  # without the rest
+    def forward(self) -> None:
+        self._forward([(0, len(row.tokens)) for row in self.rows])
 
     def at(self, row: int, position: int) -> tuple[int, int]:
         return row, position
 
-    # Also with further dimensions after S
-    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        return [of_row[:length] for of_row, length in zip(values_BS, self._lengths, strict=True)]
+    def per_row(self, values_BS: Tensor) -> list[Tensor]:
+        return [row_S[:length] for row_S, length in zip(values_BS, self._lengths, strict=True)]
 
-    def columns(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    def columns(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
         """One forward, without gradients. For each row the log-probabilities and the entropies of its response tokens,
         those that are named, (T,) float32."""
         logits_KV, tokens_K = self._predicted([(row.start, len(row.tokens)) for row in self.rows])
         counts = [len(row.tokens) - row.start for row in self.rows]
         temperature = self._host.temperature
-        of_names = {OLD_LOG_PROBS: lambda: hooks.log_probs(logits_KV, tokens_K, temperature)}
-        of_names[ENTROPY] = lambda: hooks.entropies(logits_KV, temperature)
-        of_rows = zip(*(of_names[name]().split(counts) for name in names), strict=True)
-        return [dict(zip(names, of_row, strict=True)) for of_row in of_rows]
+        columns = {}
+        if OLD_LOG_PROBS in names:
+            columns[OLD_LOG_PROBS] = hooks.log_probs(logits_KV, tokens_K, temperature).split(counts)
+        if ENTROPY in names:
+            columns[ENTROPY] = hooks.entropies(logits_KV, temperature).split(counts)
+        return [
+            {name: of_rows[row] for name, of_rows in columns.items()}
+            for row in range(len(self.rows))
+        ]
 
-    def _predicted(self, tokens: Sequence[Range]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _predicted(self, tokens: Sequence[Range]) -> tuple[Tensor, Tensor]:
         """One forward. The logits (K, V) that predict a range of tokens of each row, and the tokens, (K,)."""
         tokens_K = torch.cat(
             [row.tokens[first:past] for row, (first, past) in zip(self.rows, tokens, strict=True)]
@@ -327,7 +319,7 @@ class PaddedRows:
         return self._host.forward(self._tokens_BS[:, : max(1, *self._lengths)])
 
 
-def model_state(model: nn.Module) -> object:
+def model_state(model: Module) -> object:
     """What may change in a loaded model and changes what it answered: its layers, as by an adapter, their precision, and
     the attention that it takes."""
     layers = tuple(type(module) for module in model.modules())
@@ -335,7 +327,7 @@ def model_state(model: nn.Module) -> object:
     return layers, precisions, getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
-def refuse(model: nn.Module) -> NoReturn:
+def refuse(model: Module) -> NoReturn:
     """ValueError of a model whose logits are not those of its input's tokens."""
     kind = f"model ({type(model).__name__}) gives no logits, or has other positions than its input"
     raise ValueError(

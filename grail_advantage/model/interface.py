@@ -13,10 +13,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 
-from grail_advantage.model.hooks import at_head, capture_leaf, gradient_at
+from grail_advantage.model.hooks import (
+    at_head,
+    capture_hidden_states,
+    capture_leaf,
+    gradient_at,
+    leaf_module,
+)
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -25,9 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Range = tuple[int, int]  # half-open, of positions of one row's prompt + response
-Forward: TypeAlias = (
-    "Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]"
-)
+Forward: TypeAlias = "Callable[[Tensor, Tensor, Cache | None], tuple[Tensor, Cache | None]]"
 """``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length
 that follow the cache's tokens; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
 
@@ -36,29 +41,40 @@ class MicroBatch(Protocol):
     """Rows, at least one, that go through the model together. All but ``leaf``, ``per_row`` and ``at`` are one forward."""
 
     rows: Sequence[Row]
+    module: Module
 
-    def leaf(self, name: str) -> nn.Module:
+    def leaf(self, name: str) -> Module:
         """The module whose output is an activation, see :func:`grail_advantage.model.hooks.leaf_module`."""
+        return leaf_module(self.module, name)
 
-    def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
+    def forward(self) -> None:
+        """Run the rows as a whole."""
+
+    def log_likelihood(self, tokens: Sequence[Range]) -> Tensor:
         """Sum of the log-probabilities of a range of tokens of each row, given everything before them, at the sampling
         temperature; a float32 scalar. Ranges may be empty. Under sequence parallelism this rank's part."""
 
-    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Values at every position of activations, (S,) for each row, gathered from all slices of it. May end before
-        positions that the forward did not need."""
+    def per_row(self, values_BS: Tensor) -> list[Tensor]:
+        """Values at every position of activations, (S,) or with further dimensions for each row, gathered from all slices
+        of it. May end before positions that the forward did not need."""
 
-    def logits(self, positions: Sequence[Range]) -> torch.Tensor:
+    def logits(self, positions: Sequence[Range]) -> Tensor:
         """Logits (K, V) at a range of positions of each row, part of the graph where gradients are on."""
 
     def at(self, row: int, position: int) -> tuple[int, int]:
         """Where a position of a row is in activations: row and column."""
 
-    def response_log_probs(self) -> list[torch.Tensor]:
+    def response_log_probs(self) -> list[Tensor]:
         """For each row the log-probability (T,) of its response tokens at the sampling temperature."""
 
-    def hidden_states(self) -> list[torch.Tensor]:
-        """For each row the input of the output embeddings at its response tokens, (T, D), in the model's dtype."""
+    def hidden_states(self) -> list[Tensor]:
+        """For each row the input of the output embeddings at its response tokens, (T, D), in the model's dtype. Not with
+        fused kernels."""
+        with capture_hidden_states(self.module) as captured_BSD:
+            self.forward()
+        rows = zip(self.rows, self.per_row(captured_BSD[0]), strict=True)
+        # Copies, with which the rest of the batch can go.
+        return [hidden_SD[row.start :].clone() for row, hidden_SD in rows]
 
 
 class Model(Protocol):
@@ -105,60 +121,56 @@ class RankRounds:
         return float(largest)
 
 
-def places_of(ranges: Sequence[Range], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def places_of(ranges: Sequence[Range], device: torch.device) -> tuple[Tensor, Tensor]:
     """Every position of a range of each row: the row and the position, int64 (K,) each."""
     # Ranges (1, 3) and (0, 1) are the rows 0, 0, 1 and the positions 1, 2, 0.
-    row_K = torch.cat(
-        [
-            torch.full((past - first,), row, device="cpu", dtype=torch.int64)
-            for row, (first, past) in enumerate(ranges)
-        ]
-    )
+    counts = torch.tensor([past - first for first, past in ranges], device="cpu")
+    row_K = torch.arange(len(ranges), device="cpu").repeat_interleave(counts)
     position_K = torch.cat([torch.arange(first, past, device="cpu") for first, past in ranges])
     return row_K.to(device), position_K.to(device)
 
 
 @contextmanager
 def sequence_forward(
-    model: nn.Module, rounds: RankRounds, around: Callable[[], AbstractContextManager] = nullcontext
+    model: Module, rounds: RankRounds, around: Callable[[], AbstractContextManager] = nullcontext
 ) -> Iterator[Forward]:
     """:meth:`Model.sequences` of a Hugging Face model in evaluation mode. Sharded parameters are gathered in every forward,
     ``around`` each of them, so a rank that is through runs forwards of one token until all are."""
-    # Not above: naming the methods would import it
+    # Not above: naming the methods would import it.
     from grail_advantage.model.patches import release_waiting_hooks
 
-    # From keys and values
-    goes_on = not any(getattr(module, "_is_stateful", False) for module in model.modules())
+    # A model with a state of its own does not continue from keys and values.
+    caches = not any(getattr(module, "_is_stateful", False) for module in model.modules())
 
-    def forward(
-        tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None, *, waits: bool = False
-    ) -> tuple[torch.Tensor, Cache | None]:
-        if not waits:
-            rounds.take()
+    def run(tokens_NS: Tensor, kept_K: Tensor, cache: Cache | None) -> tuple[Tensor, Cache | None]:
         tokens_NS = tokens_NS.to(rounds.device)
         kept_K = kept_K.to(rounds.device)
-        named: dict[str, Any] = {}
-        cached = 0
+        # The mask is also of the tokens whose keys and values the cache holds.
+        attended = tokens_NS.shape[1] + (0 if cache is None else cache.get_seq_length())
+        named: dict[str, Any] = {"attention_mask": tokens_NS.new_ones(len(tokens_NS), attended)}
+        # A model with a state of its own may not know the argument.
         if cache is not None:
             named["past_key_values"] = cache
-            cached = cache.get_seq_length()
-        # The mask is also of the tokens whose keys and values the cache holds.
-        named["attention_mask"] = tokens_NS.new_ones(len(tokens_NS), cached + tokens_NS.shape[1])
-        release_waiting_hooks(model)  # of the forward before
+        # Of the forward before.
+        release_waiting_hooks(model)
         with at_head(model, lambda hidden_BSD: hidden_BSD[:, kept_K]), around():
-            output = model(input_ids=tokens_NS, use_cache=goes_on, **named)
+            output = model(input_ids=tokens_NS, use_cache=caches, **named)
         return output.logits, output.get("past_key_values")
+
+    def forward(*arguments: Any) -> tuple[Tensor, Cache | None]:
+        rounds.take()
+        return run(*arguments)
 
     with torch.no_grad():
         yield forward
         nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
         for _ in rounds.wait():
-            forward(nothing_11, nothing_11[0], None, waits=True)
+            run(nothing_11, nothing_11[0], None)
 
 
 def saliency_step(
     micro: MicroBatch, targets: Sequence[Range], leaf: str
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[Tensor, Tensor]]:
     """``|| dL/dh * h ||_2`` and ``|| dL/dh ||_2`` of each row's positions, float32, by one forward and one backward to h,
     the activation ``leaf``. L is the negative log-likelihood of each row's ``targets``, a range of prompt + response.
     A micro-batch without any goes through both, too: other ranks need its part in gathering parameters."""

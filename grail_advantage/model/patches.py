@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -45,7 +45,7 @@ def checkpointing_in_evaluation(blocks: Sequence[GradientCheckpointingLayer]) ->
 _CHECKPOINTING = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
-def _checkpointed(block: nn.Module, function: Callable, *args: Any) -> Any:
+def _checkpointed(block: Module, function: Callable, *args: Any) -> Any:
     def evaluated(*inputs: Any) -> Any:
         block.training = False
         try:
@@ -57,7 +57,7 @@ def _checkpointed(block: nn.Module, function: Callable, *args: Any) -> Any:
 
 
 @contextmanager
-def resharding(model: nn.Module) -> Iterator[None]:
+def resharding(model: Module) -> Iterator[None]:
     """While open, forwards of the model's FSDP1 units reshard the unit in a backward as soon as the gradients of its
     inputs are there. For backwards to activations alone: in one that also reaches parameters, FSDP1 does so by itself.
 
@@ -103,7 +103,7 @@ def _reshard_after_inputs(unit: Any, args: tuple, kwargs: dict) -> None:
         )
 
 
-def reset_sharding(model: nn.Module) -> None:
+def reset_sharding(model: Module) -> None:
     """Put FSDP's units back after a forward or a backward that raised: parameters that were gathered for it would stay so,
     and the next forward would take them for its own.
 
@@ -135,7 +135,7 @@ def reset_sharding(model: nn.Module) -> None:
 _WAITING = "_peft_gradient_checkpointing_forward_hooks"
 
 
-def refuse_waiting_hooks(model: nn.Module) -> None:
+def refuse_waiting_hooks(model: Module) -> None:
     """ValueError for a model with a forward whose backward is to come, which a pass would take the hooks from."""
     if any(vars(module).get(_WAITING) for module in model.modules()):
         raise ValueError(
@@ -144,7 +144,7 @@ def refuse_waiting_hooks(model: nn.Module) -> None:
         )
 
 
-def release_waiting_hooks(model: nn.Module) -> None:
+def release_waiting_hooks(model: Module) -> None:
     """Take off the hooks that a forward of PEFT's activated LoRA has left on the model.
 
     It puts hooks on each checkpointed block, which only the backward of the block takes off, and refuses a forward while

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import Module
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +25,7 @@ from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.data import Row
 from grail_advantage.model.patches import release_waiting_hooks
 
-Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Runs rows of tokens, int64 (S,), as one micro-batch: for each the log-probabilities (S - 1,) of those after the first."""
 # most that rounding makes, in single and half precision: docs/evidence.md
 LIMIT = 2e-4
@@ -56,7 +57,7 @@ class Finding:
         return f"log-probabilities {self.where} differ by {size}"
 
 
-def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor]) -> Finding:
+def probe(model: Module, run: Run, rows: Sequence[Tensor]) -> Finding:
     """Compare the rows of a micro-batch with the same rows alone: seven forwards without gradients, and ``DRAWS`` more where
     one draws random numbers. These are not missed afterwards. In a run of several ranks that share forwards it is a
     collective. ``rows``: from :func:`probe_rows`."""
@@ -74,41 +75,37 @@ def probe(model: nn.Module, run: Run, rows: Sequence[torch.Tensor]) -> Finding:
         repeats = DRAWS if _random_states(model) != states else 1
         longest_again = [run([longest])[0] for _ in range(repeats)]
         first_again = run([first])[0]
-    alone = [
-        difference(first_again, first_alone),
-        *(difference(again, longest_alone) for again in longest_again),
+    again = "alone and alone again, by what the forward draws at random,"
+    pairs = [
+        (again, first_again, first_alone),
+        *((again, log_probs_S, longest_alone) for log_probs_S in longest_again),
+        ("beside other responses and alone", together[0], first_alone),
+        ("beside shorter responses and alone", together[1], longest_alone),
+        ("behind other responses and alone", together[-1], last_alone),
     ]
-    differences = {
-        "alone and alone again, by what the forward draws at random,": next(
-            (d for d in alone if not d <= limit), max(alone)
-        ),
-        "beside other responses and alone": difference(together[0], first_alone),
-        "beside shorter responses and alone": difference(together[1], longest_alone),
-        "behind other responses and alone": difference(together[-1], last_alone),
-    }
-    # An adapter begins as zero, and its dropout changes nothing yet.
-    if any(
-        isinstance(module, _DropoutNd) and module.training and module.p > 0
-        for module in model.modules()
-    ):
-        differences[DROPOUT] = torch.inf
-    exceeding = [name for name, size in differences.items() if not size <= limit]
-    where = exceeding[0] if exceeding else max(differences, key=lambda name: differences[name])
-    return Finding(differences[where], limit, where)
+    findings = [Finding(difference(*pair), limit, where) for where, *pair in pairs]
+    for module in model.modules():
+        # An adapter begins as zero, and its dropout changes nothing yet.
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            findings.append(Finding(torch.inf, limit, DROPOUT))
+    exceeding = [finding for finding in findings if not finding.holds]
+    return exceeding[0] if exceeding else max(findings, key=lambda finding: finding.difference)
 
 
-def _random_states(model: nn.Module) -> list[Any]:
+def _random_states(model: Module) -> list[Any]:
     """States of the generators from which a forward of the model may draw."""
-    states = [repr(random.getstate()), repr(np.random.get_state()), torch.get_rng_state().tolist()]
+    states: list[Any] = [random.getstate(), repr(np.random.get_state())]
+    states.append(torch.get_rng_state().tolist())
     for device in {values.device for values in model.parameters()}:
-        get_state = getattr(getattr(torch, device.type, None), "get_rng_state", None)
-        if get_state is not None and device.type != "cpu":
-            states.append(get_state(device).tolist())
+        module: Any = getattr(torch, device.type, None)
+        # torch.cpu has none.
+        if hasattr(module, "get_rng_state"):
+            states.append(module.get_rng_state(device).tolist())
     return states
 
 
 def reads_its_logits(
-    model: nn.Module, plain: Callable[[], torch.Tensor], read: Callable[[], torch.Tensor]
+    model: Module, plain: Callable[[], Tensor], read: Callable[[], Tensor]
 ) -> bool:
     """Whether log-probabilities as they are ``read`` here are those of the model's ``plain`` logits, or draw at random. In
     a run of several ranks that share forwards it is a collective."""
@@ -117,20 +114,19 @@ def reads_its_logits(
         plain_S = plain()
         again_S = plain()
         read_S = read()
-    # NaN is NaN
+    # NaN is NaN.
     return not difference(read_S, plain_S) > limit or difference(again_S, plain_S) > limit
 
 
 @contextmanager
-def _without_a_trace(model: nn.Module) -> Iterator[None]:
+def _without_a_trace(model: Module) -> Iterator[None]:
     """Without gradients. Afterwards the model has the buffers from before, as statistics of batches and frequencies, and
     nobody misses a random number."""
-    named = (
-        (module, *pair)
+    buffers = [
+        (module, name, values, values.clone())
         for module in model.modules()
-        for pair in module.named_buffers(recurse=False)
-    )
-    buffers = [(module, name, values, values.clone()) for module, name, values in named]
+        for name, values in module.named_buffers(recurse=False)
+    ]
     try:
         with torch.random.fork_rng(), torch.no_grad():
             yield
@@ -141,7 +137,7 @@ def _without_a_trace(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = values.copy_(copy)
 
 
-def difference(found_S: torch.Tensor, expected_S: torch.Tensor) -> float:
+def difference(found_S: Tensor, expected_S: Tensor) -> float:
     """Root mean square of the difference as a part of the standard deviation of ``expected_S``: 0.7 nats where
     log-probabilities spread by 3.5 are 0.2."""
     found_S = found_S.cpu().double()
@@ -156,11 +152,8 @@ def limit_of(forward: Callable[[], object]) -> float:
     # What a compiled forward computes would not come through the mode.
     with torch.compiler.set_stance("force_eager"), _Computed() as computed:
         forward()
-    return (
-        HALF_LIMIT
-        if any(size < 4 or _drops_digits(device) for device, size in computed.made)
-        else LIMIT
-    )
+    coarse = any(size < 4 or _drops_digits(device) for device, size in computed.made)
+    return HALF_LIMIT if coarse else LIMIT
 
 
 class _Computed(TorchDispatchMode):
@@ -174,12 +167,9 @@ class _Computed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        floats = [
-            values
-            for values in tree_leaves(result)
-            if isinstance(values, torch.Tensor) and values.is_floating_point()
-        ]
-        self.made |= {(values.device, values.dtype.itemsize) for values in floats}
+        for values in tree_leaves(result):
+            if isinstance(values, Tensor) and values.is_floating_point():
+                self.made.add((values.device, values.dtype.itemsize))
         return result
 
 
@@ -193,8 +183,8 @@ def _drops_digits(device: torch.device) -> bool:
 
 
 def probe_rows(
-    tokens_S: torch.Tensor, *, longest: int, rows: int | None = None, budget: int | None = None
-) -> list[torch.Tensor]:
+    tokens_S: Tensor, *, longest: int, rows: int | None = None, budget: int | None = None
+) -> list[Tensor]:
     """A full micro-batch, of at most ``rows`` rows or ``budget`` tokens: a short row, one of ``longest`` tokens, the most
     that there can be, and short rows up to what fits; two to ``MOST_ROWS``. All are drawn from ``tokens_S``, of which the
     run's own texts consist, always alike."""
@@ -212,7 +202,7 @@ def probe_rows(
     ]
 
 
-def whole_row(tokens_S: torch.Tensor) -> Row:
+def whole_row(tokens_S: Tensor) -> Row:
     """Tokens of nobody, all but the first as if they were a response."""
     return Row(
         tokens_S, 1, len(tokens_S) - 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, index=0

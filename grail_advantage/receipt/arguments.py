@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .arrived import PRECISION
 from .losses import AGGREGATIONS, FORMULAS, KL, OVER, Batch, Loss
@@ -30,23 +31,24 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
         )
     B, T = shape
     for name in ("updates", "epochs", "ranks"):
+        count = getattr(batch, name)
         # A bool is an int, so that updates=True would be one step.
-        if type(count := getattr(batch, name)) is not int or count < 1:
+        if type(count) is not int or count < 1:
             raise ValueError(f"{name}={count!r} must be a whole number of at least 1")
     if batch.keys is not None and len(batch.keys) != B:
         raise ValueError(f"keys must be a list of {B} texts, one a response")
-    tensors: dict[str, Any] = {"mask_BT": _tensor("mask_BT", batch.mask_BT, shape).bool()}
+    mask_BT = _tensor("mask_BT", batch.mask_BT, shape).bool()
+    left_out_B = torch.zeros(B, dtype=torch.bool)
     if batch.left_out_B is not None:
-        tensors["left_out_B"] = _tensor("left_out_B", batch.left_out_B, (B,)).bool()
-    # What is left out on purpose is read by no loss, and may hold anything.
-    trained_BT = (
-        tensors["mask_BT"] & ~tensors.get("left_out_B", torch.zeros(B, dtype=torch.bool))[:, None]
-    )
+        left_out_B = _tensor("left_out_B", batch.left_out_B, (B,)).bool()
+    columns: dict[str, Any] = {}
     for name in ("advantages_BT", "old_log_probs_BT", "weights_BT", "ref_log_probs_BT"):
-        if getattr(batch, name) is None and name != "advantages_BT":
+        values_BT = getattr(batch, name)
+        if values_BT is None and name != "advantages_BT":
             continue
-        tensors[name] = _tensor(name, getattr(batch, name), shape)
-        values_K = tensors[name][trained_BT]
+        columns[name] = _tensor(name, values_BT, shape)
+        # What is left out on purpose is read by no loss, and may hold anything.
+        values_K = columns[name][mask_BT & ~left_out_B[:, None]]
         if not values_K.isfinite().all() or (name == "weights_BT" and (values_K < 0).any()):
             raise ValueError(f"{name} holds inf, NaN or a negative weight at a token that trains")
         # Rounding puts log p above 0 by less; -log p is nowhere below.
@@ -54,14 +56,14 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
             raise ValueError(
                 f"{name} holds {float(values_K.max()):.3g}, and nothing below 0: pass log p"
             )
-    choices_of = {
-        "aggregation": AGGREGATIONS,
-        "over": OVER,
-        "kl": (None, *KL),
-        "account": (None, *FORMULAS),
-    }
-    for name, choices in choices_of.items():
-        if not callable(value := getattr(loss, name)) and value not in choices:
+    for name, choices in (
+        ("aggregation", AGGREGATIONS),
+        ("over", OVER),
+        ("kl", (None, *KL)),
+        ("account", (None, *FORMULAS)),
+    ):
+        value = getattr(loss, name)
+        if not callable(value) and value not in choices:
             raise ValueError(
                 f"{name}={value!r} is unknown; choose one of {', '.join(map(str, choices))}"
             )
@@ -70,7 +72,8 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
         totals_U2 = _tensor("totals_U2", batch.totals_U2, (len(batch.totals_U2), 2))
         if len(totals_U2) < steps:
             raise ValueError(f"totals_U2 must be ({steps}, 2): updates x epochs steps")
-    return replace(batch, **tensors), [_piece(piece, B, T, steps, batch.ranks) for piece in pieces]
+    batch = replace(batch, mask_BT=mask_BT, left_out_B=left_out_B, **columns)
+    return batch, [_piece(piece, B, T, steps, batch.ranks) for piece in pieces]
 
 
 def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
@@ -87,17 +90,14 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
     columns = (piece.log_probs_bT, piece.gradient_bT)
     widths = [values.shape[1] for values in columns if getattr(values, "ndim", 0) == 2]
     shape = (len(rows_b), min(max(widths, default=T), T))
-    log_probs_bT = _tensor("log_probs_bT", piece.log_probs_bT, shape)
-    gradient_bT = _tensor("gradient_bT", piece.gradient_bT, shape)
-    return replace(piece, rows_b=rows_b, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT).padded(
-        T
-    )
+    tensors: dict[str, Any] = {
+        name: _tensor(name, getattr(piece, name), shape) for name in ("log_probs_bT", "gradient_bT")
+    }
+    return replace(piece, rows_b=rows_b, **tensors).padded(T)
 
 
-def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    plain = (
-        isinstance(values, torch.Tensor) and values.layout == torch.strided and not values.is_meta
-    )
+def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> Tensor:
+    plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_meta
     floats = "log_probs" in name or "gradient" in name
     flags = name in ("mask_BT", "left_out_B")
     dtypes = tuple(PRECISION) if floats else (*PRECISION, *WHOLE)

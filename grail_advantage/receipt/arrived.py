@@ -5,11 +5,11 @@ Shape suffixes: B responses of the rollout batch, N those of all optimiser steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from .losses import Batch, Loss, Tokens, denominators, expect, opened
@@ -25,18 +25,12 @@ class Arrived:
     def __init__(self, batch: Batch, loss: Loss, pieces: list[Piece]) -> None:
         self.batch = batch
         self.loss = loss
-        counts = torch.tensor([len(piece.rows_b) for piece in pieces])
-
-        def of_pieces(values: Iterable[int]) -> torch.Tensor:
-            return torch.tensor(list(values)).repeat_interleave(counts)
-
-        def columns(value: Callable[[Piece], torch.Tensor]) -> torch.Tensor:
-            return torch.cat([value(piece).double() for piece in pieces])
-
         self.rows_N = torch.cat([piece.rows_b for piece in pieces])
-        self.update_N = of_pieces(piece.update for piece in pieces)
-        self.piece_N = of_pieces(range(len(pieces)))
-        rank_N = of_pieces(piece.rank for piece in pieces)
+        # Pieces of 2 and 3 responses: 0 0 1 1 1.
+        counts = torch.tensor([len(piece.rows_b) for piece in pieces])
+        self.piece_N = torch.arange(len(pieces)).repeat_interleave(counts)
+        self.update_N = torch.tensor([piece.update for piece in pieces])[self.piece_N]
+        rank_N = torch.tensor([piece.rank for piece in pieces])[self.piece_N]
         self.groups = {
             "": torch.zeros_like(self.rows_N),
             "optimiser step": self.update_N,
@@ -45,35 +39,32 @@ class Arrived:
             "micro-batch": self.piece_N,
             "response": torch.arange(len(self.rows_N)),
         }
+        gradient_NT = torch.cat([piece.gradient_bT.double() for piece in pieces])
         divisor_N1 = torch.cat(denominators(loss, batch, pieces))
         # + 0.0: no -0.0 in a table.
-        self.received_NT = (
-            -columns(lambda piece: piece.gradient_bT) * divisor_N1 / batch.ranks + 0.0
-        )
-        dtypes = {
-            values.dtype for piece in pieces for values in (piece.gradient_bT, piece.log_probs_bT)
-        }
+        self.received_NT = -gradient_NT * divisor_N1 / batch.ranks + 0.0
         # The coarsest type that the gradient went through says how much may be rounding.
-        self.precision = max(PRECISION[dtype] for dtype in dtypes)
-        log_probs_NT = columns(lambda piece: piece.log_probs_bT)
-
-        def of_batch(values_BT: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_BT is None else values_BT[self.rows_N].double()
-
-        weights_NT = of_batch(batch.weights_BT)
-        old_NT = of_batch(batch.old_log_probs_BT)
-        self.mask_NT = batch.mask_BT[self.rows_N]
-        advantages_NT = torch.where(self.mask_NT, batch.advantages_BT[self.rows_N].double(), 0.0)
-        self.tokens = Tokens(
-            advantages=advantages_NT,
-            weights=torch.ones_like(log_probs_NT) if weights_NT is None else weights_NT,
-            mask=self.mask_NT,
-            log_probs=log_probs_NT,
-            old=log_probs_NT if old_NT is None else old_NT,
-            ref=of_batch(batch.ref_log_probs_BT),
+        self.precision = max(
+            PRECISION[values_bT.dtype]
+            for piece in pieces
+            for values_bT in (piece.gradient_bT, piece.log_probs_bT)
         )
+        log_probs_NT = torch.cat([piece.log_probs_bT.double() for piece in pieces])
+        self.mask_NT = batch.mask_BT[self.rows_N]
+        columns_BT = {
+            "advantages": torch.where(batch.mask_BT, batch.advantages_BT, 0),
+            "weights": batch.weights_BT,
+            "old": batch.old_log_probs_BT,
+            "ref": batch.ref_log_probs_BT,
+        }
+        columns = {"weights": torch.ones_like(log_probs_NT), "old": log_probs_NT}
+        for name, values_BT in columns_BT.items():
+            if values_BT is not None:
+                columns[name] = values_BT[self.rows_N].double()
+        self.tokens = Tokens(mask=self.mask_NT, log_probs=log_probs_NT, **columns)
         # The size of a usual gradient, in advantages: differences are small or large beside it.
-        size = float(advantages_NT[advantages_NT != 0].square().mean().sqrt().nan_to_num())
+        advantages_K = self.tokens.advantages[self.tokens.advantages != 0]
+        size = float(advantages_K.square().mean().sqrt().nan_to_num())
         self.unit = size + loss.kl_coef + abs(float(loss.options.get("coef") or 0.0))
         self.ignored_NT = ~self.received_NT.isfinite()
         self.wanted_NT = torch.zeros_like(self.received_NT)
@@ -87,17 +78,17 @@ class Arrived:
         # Where a ratio is on a bound of the clip, rounding decides, or a tie halves the gradient.
         of_response = self.loss.account == "geo_mean" or self.loss.options.get("sequence")
         for sign in (1, -1):
-            own_NT = sign * self.tokens.advantages.abs()
-            below_NT = self.expect(advantages=own_NT, old=self.tokens.old + self.precision)[1]
-            above_NT = self.expect(advantages=own_NT, old=self.tokens.old - self.precision)[1]
+            advantages_NT = sign * self.tokens.advantages.abs()
+            below_NT, above_NT = (
+                self.expect(advantages=advantages_NT, old=self.tokens.old + moved)[1]
+                for moved in (self.precision, -self.precision)
+            )
             tie_NT = below_NT ^ above_NT
             if of_response:
                 tie_NT = tie_NT.any(dim=1, keepdim=True)
             self.ignored_NT = self.ignored_NT | tie_NT
 
-    def expect(
-        self, loss: Loss | None = None, /, **columns: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def expect(self, loss: Loss | None = None, /, **columns: Tensor) -> tuple[Tensor, Tensor]:
         """What a loss gives and where it clips, also with other columns."""
         loss = loss or self.loss
         tokens = replace(self.tokens, **columns)
@@ -105,35 +96,30 @@ class Arrived:
             return expect(loss, tokens)
         # Such a loss may compare the tokens of a micro-batch.
         parts = [expect(loss, tokens.of(self.piece_N == place)) for place in self.piece_N.unique()]
-        return torch.cat([value for value, _ in parts]), torch.cat(
-            [clipped for _, clipped in parts]
-        )
+        values, clipped = zip(*parts, strict=True)
+        return torch.cat(values), torch.cat(clipped)
 
-    def value(self, loss: Loss | None = None, /, **columns: torch.Tensor) -> torch.Tensor:
+    def value(self, loss: Loss | None = None, /, **columns: Tensor) -> Tensor:
         """What a loss gives."""
         return self.expect(loss, **columns)[0]
 
-    def off(
-        self, value_NT: torch.Tensor, got_NT: torch.Tensor, factor_N1: Any = 1.0
-    ) -> torch.Tensor:
+    def off(self, value_NT: Tensor, got_NT: Tensor, factor_N1: Any = 1.0) -> Tensor:
         """Where more than rounding lies between them; outside the mask, where anything was received.
 
         What was received is divided by the factor: a large one must not make it small beside a value of 0.
         """
         factor_N1 = torch.as_tensor(factor_N1, dtype=torch.float64)
         unit_NT = torch.where(value_NT == 0, self.unit / factor_N1.clamp(min=1), self.unit)
-        size_NT = torch.maximum(value_NT.abs(), got_NT.abs()) + torch.where(
-            self.mask_NT, unit_NT, 0.0
-        )
+        size_NT = torch.maximum(value_NT.abs(), got_NT.abs()) + unit_NT * self.mask_NT
         return ~((got_NT - value_NT).abs() <= self.precision * size_NT) & ~self.ignored_NT
 
-    def quotient(self, value_NT: torch.Tensor) -> torch.Tensor:
+    def quotient(self, value_NT: Tensor) -> Tensor:
         """Logarithm of received / value, where that is positive; NaN elsewhere, and where rounding is large."""
         times_NT = self.received_NT / value_NT
         clear_NT = (value_NT.abs() > 0.02 * self.unit) & ~self.ignored_NT & (times_NT > 0)
         return torch.where(clear_NT, times_NT, torch.nan).log()
 
-    def middle(self, values_NT: torch.Tensor, by: str) -> torch.Tensor:
+    def middle(self, values_NT: Tensor, by: str = "") -> Tensor:
         """The median of each group, (G,), each between -99 and 99; 0 of one without values."""
         n, t = values_NT.isfinite().nonzero(as_tuple=True)
         group_K = self.groups[by][n]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from .arrived import Arrived
 from .losses import Batch, opened
@@ -19,47 +20,58 @@ NUMBER = 12.0
 WHOLE = 6.0
 """A response's tokens of one kind, such as lost ones, cost at most so many bits."""
 SIDES = ((1, "of the token before"), (-1, "of the token after"))
-CALLED = {
-    "advantages": "advantages",
-    "old": "old log-probabilities",
-    "weights": "importance weights",
-}
-Change = tuple[float, str, str, torch.Tensor]
+Change = tuple[float, str, str, Tensor]
 """Bits, a finding's name, a sentence, and the value of each token."""
 
 
 def changes(arrived: Arrived) -> Iterator[Change]:
     """Yield what the loss may have in place of what was intended, which is the first."""
     batch = arrived.batch
+    tokens = arrived.tokens
+    loss = arrived.loss
+    value = arrived.value
     yield 0, "", "", arrived.wanted_NT
     yield from _advantages(arrived)
-    columns = {
-        "advantages": _whole_rows(batch),
-        "old": batch.old_log_probs_BT,
-        "weights": batch.weights_BT,
-    }
-    for column, values_BT in columns.items():
+    for column, noun, values_BT in (
+        ("advantages", "advantages", _whole_rows(batch)),
+        ("old", "old log-probabilities", batch.old_log_probs_BT),
+        ("weights", "importance weights", batch.weights_BT),
+    ):
         if values_BT is None:
             continue
         for by, side in SIDES:
-            value_NT = arrived.value(**{column: _roll(getattr(arrived.tokens, column), by)})
-            yield 9, "shifted", f"{CALLED[column]} {side}", value_NT
+            moved_NT = _roll(getattr(tokens, column), by)
+            yield 9, "shifted", f"{noun} {side}", value(**{column: moved_NT})
         for implied_NT in _implied(arrived, column):
-            yield from _swapped(arrived, column, implied_NT, values_BT.double())
+            yield from _swapped(arrived, column, noun, implied_NT, values_BT.double())
     if batch.old_log_probs_BT is not None:
-        yield from _ratios(arrived)
+        yield 7, "stale", "the ratio is 1", value(old=tokens.log_probs)
+        plain_NT = value(opened(loss), old=tokens.log_probs)
+        plain_NT = torch.where(arrived.clipped_NT, arrived.wanted_NT, plain_NT)
+        yield 8, "stale", "the ratio is 1 but for the clip", plain_NT
+        if tokens.ref is not None:
+            yield 7, "stale", "old log-probabilities are the reference's", value(old=tokens.ref)
     if batch.weights_BT is not None:
-        yield from _weights(arrived)
-    if "low" in arrived.loss.options and arrived.loss.account != "dppo":
+        weights_NT = tokens.weights
+        yield 7, "weights", "importance weights are left out", value(weights=weights_NT**0)
+        yield 7, "weights", "importance weights count twice", value(weights=weights_NT**2)
+        what = "importance weights are the mean of each response"
+        mean_N1 = tokens.row_mean(weights_NT)
+        yield 8, "weights", what, value(weights=mean_N1.expand_as(weights_NT))
+        for implied_NT in _implied(arrived, "weights"):
+            bound = float(implied_NT.nan_to_num(0.0).max())
+            what = f"importance weights are cut at {bound:.4g}"
+            yield 8 + NUMBER, "weights", what, value(weights=weights_NT.clamp(max=bound))
+    if "low" in loss.options and loss.account != "dppo":
         yield 6, "unclipped", "nothing is clipped", arrived.open_NT
-    if arrived.loss.kl:
+    if loss.kl:
         for times, name, what in (
             (-1, "sign", "reversed"),
             (0, "extra", "left out"),
             (2, "extra", "twice"),
         ):
-            loss = replace(arrived.loss, kl_coef=times * arrived.loss.kl_coef)
-            yield 6, name, f"the KL term is {what}", arrived.value(loss)
+            changed = replace(loss, kl_coef=times * loss.kl_coef)
+            yield 6, name, f"the KL term is {what}", value(changed)
     yield from _added(arrived)
 
 
@@ -75,46 +87,12 @@ def _advantages(arrived: Arrived) -> Iterator[Change]:
     yield 8, "flattened", "one advantage for each response", arrived.value(advantages=mean_NT)
     # The advantage before weighting is not in the batch: a response's smallest size stands for it, a factor does the rest.
     least_N1 = torch.where(own_NT != 0, own_NT.abs(), torch.inf).amin(dim=1, keepdim=True)
-    times_NT = (own_NT.abs() / least_N1).nan_to_num(0.0)
-    weighed_N1 = times_NT.amax(dim=1, keepdim=True) > 1.001
-    if weighed_N1.any():
+    if (own_NT.abs() > 1.001 * least_N1).any():
         plain_NT = own_NT.sign() * least_N1.nan_to_num(0, 0, 0)
         yield 8, "flattened", "token weights are left out", arrived.value(advantages=plain_NT)
     for by, side in SIDES:
         value_NT = arrived.value(advantages=_roll(own_NT, by), mask=_roll(mask_NT, by))
         yield 8, "shifted", f"advantages and mask {side}", value_NT
-
-
-def _ratios(arrived: Arrived) -> Iterator[Change]:
-    tokens = arrived.tokens
-    yield 7, "stale", "the ratio is 1", arrived.value(old=tokens.log_probs)
-    plain_NT = arrived.value(opened(arrived.loss), old=tokens.log_probs)
-    value_NT = torch.where(arrived.clipped_NT, arrived.wanted_NT, plain_NT)
-    yield 8, "stale", "the ratio is 1 but for the clip", value_NT
-    if tokens.ref is not None:
-        yield 7, "stale", "old log-probabilities are the reference's", arrived.value(old=tokens.ref)
-
-
-def _weights(arrived: Arrived) -> Iterator[Change]:
-    tokens = arrived.tokens
-    for power, what in ((0, "are left out"), (2, "count twice")):
-        yield (
-            7,
-            "weights",
-            f"importance weights {what}",
-            arrived.value(weights=tokens.weights**power),
-        )
-    mean_NT = tokens.row_mean(tokens.weights).expand_as(tokens.weights)
-    yield (
-        8,
-        "weights",
-        "importance weights are the mean of each response",
-        arrived.value(weights=mean_NT),
-    )
-    for implied_NT in _implied(arrived, "weights"):
-        bound = float(implied_NT.nan_to_num(0.0).max())
-        value_NT = arrived.value(weights=tokens.weights.clamp(max=bound))
-        yield 8 + NUMBER, "weights", f"importance weights are cut at {bound:.4g}", value_NT
 
 
 def _added(arrived: Arrived) -> Iterator[Change]:
@@ -137,14 +115,15 @@ def _added(arrived: Arrived) -> Iterator[Change]:
     apart_P = wanted_K[one_P] - wanted_K[other_P]
     factors_P = (received_K[one_P] - received_K[other_P]) / apart_P
     factors_P = factors_P[(apart_P.abs() > 0.1 * arrived.unit) & (factors_P > 0)]
-    for factor in (1.0, float(factors_P.median()) if len(factors_P) else 1.0):
+    # Of no pair the median is NaN, with which nothing is added.
+    for factor in (1.0, float(factors_P.median())):
         added = float((received_K / factor - wanted_K).median())
         if abs(added) < 1e3 * arrived.unit:
             value_NT = arrived.wanted_NT + torch.where(arrived.mask_NT, added * slope_NT, 0.0)
             yield 20, "extra", f"{added:+.4g} to each advantage is added", value_NT
 
 
-def _implied(arrived: Arrived, column: str) -> Iterator[torch.Tensor]:
+def _implied(arrived: Arrived, column: str) -> Iterator[Tensor]:
     """Yield values of a column that would give what was received, as it is and without one factor of all tokens.
 
     They are NaN where none follows.
@@ -155,7 +134,7 @@ def _implied(arrived: Arrived, column: str) -> Iterator[torch.Tensor]:
     # A loss is linear in advantages and weights, and in exp(-old): one evaluation tells the slope.
     plain_NT = tokens.log_probs if column == "old" else ones_NT
 
-    def usual(values_NT: torch.Tensor) -> torch.Tensor:
+    def usual(values_NT: Tensor) -> Tensor:
         """The median size of a response's tokens, of which the median again: in another order it stays the same."""
         size_NT = torch.where(arrived.mask_NT & (values_NT != 0), values_NT.abs(), torch.nan)
         return size_NT.nanmedian(dim=1).values.nanmedian()
@@ -175,27 +154,26 @@ def _implied(arrived: Arrived, column: str) -> Iterator[torch.Tensor]:
 
 
 def _swapped(
-    arrived: Arrived, column: str, implied_NT: torch.Tensor, values_BT: torch.Tensor
+    arrived: Arrived, column: str, noun: str, implied_NT: Tensor, values_BT: Tensor
 ) -> Iterator[Change]:
     """Yield values of other responses: of those whose own would give what was received."""
     rows_N = arrived.rows_N
     # Half precision in what was received is also in what it implies.
     chosen_N = fitting_rows(implied_NT, values_BT, rows_N, max(1e-3, 2 * arrived.precision))
-    if (chosen_N == rows_N).all():
-        return
     moved = int((chosen_N != rows_N).sum())
+    if not moved:
+        return
     bits = WHOLE + NUMBER * moved
     sums_B = values_BT.sum(dim=1)
-    own_sums_N = sums_B[rows_N].sort().values
-    chosen_sums_N = sums_B[chosen_N].sort().values
-    if moved > 1 and torch.allclose(own_sums_N, chosen_sums_N, rtol=1e-3):
+    sums_N, chosen_sums_N = (sums_B[rows].sort().values for rows in (rows_N, chosen_N))
+    if moved > 1 and torch.allclose(sums_N, chosen_sums_N, rtol=1e-3):
         # A permutation says less than as many free numbers.
         bits = 0.8 * math.log2(math.comb(len(rows_N), moved))
-    what = f"{moved} of {len(rows_N)} responses have the {CALLED[column]} of another one"
+    what = f"{moved} of {len(rows_N)} responses have the {noun} of another one"
     yield bits, "swapped", what, arrived.value(**{column: values_BT[chosen_N]})
 
 
-def _whole_rows(batch: Batch) -> torch.Tensor:
+def _whole_rows(batch: Batch) -> Tensor:
     """The advantages; one that all of a response's tokens share stands beside them too, where another may be longer."""
     advantages_BT = torch.where(batch.mask_BT, batch.advantages_BT, 0.0)
     first_B1 = advantages_BT.gather(1, batch.mask_BT.long().argmax(dim=1, keepdim=True))
@@ -203,9 +181,7 @@ def _whole_rows(batch: Batch) -> torch.Tensor:
     return torch.where(shared_B1, first_B1, advantages_BT)
 
 
-def fitting_rows(
-    wanted_NT: torch.Tensor, values_BT: torch.Tensor, rows_N: torch.Tensor, near: float
-) -> torch.Tensor:
+def fitting_rows(wanted_NT: Tensor, values_BT: Tensor, rows_N: Tensor, near: float) -> Tensor:
     """For each response find the one whose values fit best at 64 of its tokens, its own where that fits as well."""
     missing_NT = ~wanted_NT.isfinite()
     # 64 of a response's finite places, evenly: a sort puts these first, in their order.
@@ -220,7 +196,7 @@ def fitting_rows(
     return torch.where(own_N < best.values, best.indices, rows_N)
 
 
-def _roll(values_NT: torch.Tensor, by: int) -> torch.Tensor:
+def _roll(values_NT: Tensor, by: int) -> Tensor:
     """Give each token the value of the one ``by`` before it; 0 comes in at the end."""
     moved_NT = values_NT.roll(by, 1)
     moved_NT[:, 0 if by > 0 else -1] = 0

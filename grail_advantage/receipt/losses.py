@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .measure import Piece
 
@@ -37,12 +38,13 @@ class Loss:
     """
 
     name: str
-    account: str | Callable[[Tokens], torch.Tensor] | None = "clip"
+    account: str | Callable[[Tokens], Tensor] | None = "clip"
     aggregation: str = "token-mean"  # one of AGGREGATIONS
     over: str = "update"  # one of OVER
     norm: float | None = None  # the constant of seq-mean-token-sum-norm: tokens
-    # Of the formula: low, high, cap (the dual clip's), ...
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the formula: low, high, cap (the dual clip's), ...
     kl: str | None = None  # the estimator of a KL term in the loss, one of KL
     kl_coef: float = 0.0
 
@@ -61,48 +63,38 @@ def verl_loss(
             ``clip_ratio_c``, ``loss_scale_factor`` (unset: the width of the padded micro-batch, which pieces give),
             ``tau_pos``, ``tau_neg``, ``dro_beta``, ``kl_cov_ratio``, ``ppo_kl_coef``.
     """
-    settings_given = {name: value for name, value in options.items() if value is not None}
-    low, high = (
-        settings_given.get(f"clip_ratio_{side}", settings_given.get("clip_ratio", 0.2))
-        for side in ("low", "high")
-    )
+    option = _set(options).get
+    ratio_bound = option("clip_ratio", 0.2)
+    low = option("clip_ratio_low", ratio_bound)
+    high = option("clip_ratio_high", ratio_bound)
     clip = {"low": low, "high": high}
-    dppo = clip | {"cap": settings_given.get("clip_ratio_c", 20.0)}
+    dppo = clip | {"cap": option("clip_ratio_c", 20.0)}
+    sapo = {name: option(name, value) for name, value in SAPO.items()}
+    kl_cov = {"ratio": option("kl_cov_ratio", 2e-4), "coef": option("ppo_kl_coef", 1.0)}
     # bound: verl clamps log-ratios to 20 either way before exp().
     account, settings = {
-        "vanilla": ("clip", clip | {"cap": settings_given.get("clip_ratio_c", 3.0), "bound": 20}),
+        "vanilla": ("clip", clip | {"cap": option("clip_ratio_c", 3.0), "bound": 20}),
         "gspo": ("gspo", clip),
         "cispo": ("cispo", {"lowest": 1 - low, "highest": 1 + high, "bound": 20}),
-        "sapo": (
-            "sapo",
-            {name: settings_given.get(name, value) for name, value in SAPO.items()} | {"bound": 20},
-        ),
+        "sapo": ("sapo", sapo | {"bound": 20}),
         "gpg": ("reinforce", {}),
         "reinforce": ("reinforce", {}),
         "dppo_tv": ("dppo", dppo | {"divergence": "tv"}),
         "dppo_kl": ("dppo", dppo | {"divergence": "kl"}),
-        "dro": ("dro", {"beta": settings_given.get("dro_beta")}),
+        "dro": ("dro", {"beta": option("dro_beta")}),
         "geo_mean": ("geo_mean", clip),
-        "kl_cov": (
-            "kl_cov",
-            {
-                "ratio": settings_given.get("kl_cov_ratio", 2e-4),
-                "coef": settings_given.get("ppo_kl_coef", 1.0),
-            },
-        ),
+        "kl_cov": ("kl_cov", kl_cov),
     }.get(mode, (None, {}))
     mean = "seq-mean-token-mean" if mode in ("sapo", "geo_mean") else aggregation
-    one_mean = not kl or mean == aggregation  # otherwise there are two denominators in one gradient
-    norm = settings_given.get("loss_scale_factor")
-    return Loss(
-        mode,
-        account if one_mean else None,
-        mean,
-        norm=norm,
-        options=settings,
-        kl=kl,
-        kl_coef=kl_coef,
-    )
+    if kl and mean != aggregation:
+        account = None  # there are two denominators in one gradient
+    norm = option("loss_scale_factor")
+    return Loss(mode, account, mean, norm=norm, options=settings, kl=kl, kl_coef=kl_coef)
+
+
+def _set(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 OPEN = {
@@ -135,35 +127,32 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
             ``sapo_...``, ``vespo_...``, ``use_bias_correction_kl``, ``off_policy_mask_threshold``,
             ``top_entropy_quantile``.
     """
-    low = options.get("epsilon", 0.2)
-    ratio_bound = options.get("delta")
-    if ratio_bound is None:
-        ratio_bound = math.inf
-    high = options.get("epsilon_high")
-    if high is None:
-        high = low
+    option = _set(options).get
+    low = option("epsilon", 0.2)
+    high = option("epsilon_high", low)
+    sapo = {name: option(f"sapo_temperature_{name[4:]}", value) for name, value in SAPO.items()}
+    vespo = {name: option(f"vespo_{name}", value) for name, value in VESPO.items()}
     account, settings = {
         "cispo": ("cispo", {"lowest": -math.inf, "highest": high, "bound": 20}),
-        "sapo": (
-            "sapo",
-            {k: options.get(f"sapo_temperature_{k[4:]}", value) for k, value in SAPO.items()},
-        ),
-        "vespo": ("vespo", {k: options.get(f"vespo_{k}", value) for k, value in VESPO.items()}),
-    }.get(loss_type, ("clip", {"low": low, "high": high, "most": ratio_bound}))
-    aggregation, over = _TRL.get(loss_type, ("token-mean", "update"))
-    # Both take tokens by what no column of the batch holds.
-    unusual = (
-        options.get("off_policy_mask_threshold") is not None
-        or options.get("top_entropy_quantile", 1.0) < 1
-    )
-    beta = options.get("beta", 0.0)
-    corrected = options.get("use_bias_correction_kl", False)
+        "sapo": ("sapo", sapo),
+        "vespo": ("vespo", vespo),
+    }.get(loss_type, ("clip", {"low": low, "high": high, "most": option("delta", math.inf)}))
     settings["sequence"] = importance_sampling_level == "sequence"
-    settings["corrected"] = corrected
-    formula = account if loss_type in _TRL and not unusual else None
-    norm = options.get("max_completion_length")
+    settings["corrected"] = option("use_bias_correction_kl", False)
+    # Both take tokens by what no column of the batch holds.
+    is_unusual = "off_policy_mask_threshold" in _set(options)
+    is_unusual |= option("top_entropy_quantile", 1.0) < 1
+    beta = option("beta", 0.0)
+    aggregation, over = _TRL.get(loss_type, ("token-mean", "update"))
     return Loss(
-        loss_type, formula, aggregation, over, norm, settings, "k3 of trl" if beta else None, beta
+        loss_type,
+        None if is_unusual or loss_type not in _TRL else account,
+        aggregation,
+        over,
+        option("max_completion_length"),
+        settings,
+        "k3 of trl" if beta else None,
+        beta,
     )
 
 
@@ -175,16 +164,15 @@ class Batch:
     ``totals_U2``: the tokens and responses of each whole step, by which the loss divides. Else the batch is counted.
     """
 
-    advantages_BT: torch.Tensor  # token advantages, after weighting
-    mask_BT: torch.Tensor  # True where a token counts in the loss
+    advantages_BT: Tensor  # token advantages, after weighting
+    mask_BT: Tensor  # True where a token counts in the loss
     # As the loss gets them; None: its own ones, detached (ratio 1)
-    old_log_probs_BT: torch.Tensor | None = None
+    old_log_probs_BT: Tensor | None = None
     # Importance weights that multiply each token's loss beside the ratio
-    weights_BT: torch.Tensor | None = None
-    # The reference policy's, where the loss has a KL term
-    ref_log_probs_BT: torch.Tensor | None = None
+    weights_BT: Tensor | None = None
+    ref_log_probs_BT: Tensor | None = None  # the reference policy's, where the loss has a KL term
     # True for a response that is left out of the updates on purpose
-    left_out_B: torch.Tensor | None = None
+    left_out_B: Tensor | None = None
     updates: int = 1  # optimiser steps of an epoch
     epochs: int = 1  # how often each response is used
     ranks: int = 1  # whose gradients are averaged: each one's g is divided by it
@@ -192,44 +180,45 @@ class Batch:
     on_policy: bool = True
     # Names of the responses in findings; their numbers from 0 without
     keys: list[str] | None = None
-    totals_U2: torch.Tensor | None = None
+    totals_U2: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Tokens of a micro-batch as a formula sees them, all (b, T)."""
 
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    mask: torch.Tensor
-    log_probs: torch.Tensor
-    old: torch.Tensor
-    ref: torch.Tensor | None = None
+    advantages: Tensor
+    weights: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    old: Tensor
+    ref: Tensor | None = None
 
     @property
-    def log_ratio(self) -> torch.Tensor:
+    def log_ratio(self) -> Tensor:
         return torch.where(self.mask, self.log_probs - self.old, 0.0)
 
-    def of(self, rows: torch.Tensor) -> Tokens:
+    def of(self, rows: Tensor) -> Tokens:
         """The tokens of some responses."""
         columns: dict[str, Any] = {
             name: None if values is None else values[rows] for name, values in vars(self).items()
         }
         return Tokens(**columns)
 
-    def row_sum(self, values: torch.Tensor) -> torch.Tensor:
+    def row_sum(self, values: Tensor) -> Tensor:
         """Over each response's tokens, (b, 1)."""
         return torch.where(self.mask, values, 0.0).sum(dim=1, keepdim=True)
 
-    def row_mean(self, values: torch.Tensor) -> torch.Tensor:
+    def row_mean(self, values: Tensor) -> Tensor:
         """Likewise."""
         return self.row_sum(values) / self.mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 # Formulas: the loss of each token, before any mean.
+Options = Mapping[str, Any]
 
 
-def _ratio(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
+def _ratio(t: Tokens, o: Options) -> Tensor:
     """To the old policy; of the whole response where ``sequence`` is set."""
     bound = o.get("bound", math.inf)
     log_ratio = t.log_ratio
@@ -238,7 +227,7 @@ def _ratio(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     return log_ratio.clamp(-bound, bound).exp()
 
 
-def _clip(t: Tokens, o: Mapping[str, Any], ratio: torch.Tensor) -> torch.Tensor:
+def _clip(t: Tokens, o: Options, ratio: Tensor) -> Tensor:
     """PPO's, with the dual clip of arXiv:1912.09729 where there is a ``cap``, or TRL's bound of the ratio, ``most``."""
     unclipped = ratio.clamp(max=o.get("most", math.inf)) * t.advantages
     objective = torch.minimum(unclipped, ratio.clamp(1 - o["low"], 1 + o["high"]) * t.advantages)
@@ -249,12 +238,24 @@ def _clip(t: Tokens, o: Mapping[str, Any], ratio: torch.Tensor) -> torch.Tensor:
     return -objective * t.weights
 
 
-def _sapo(t: Tokens, ratio: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
+def _gspo(t: Tokens, o: Options) -> Tensor:
+    """arXiv:2507.18071, the token form: the response's ratio for the token's own advantage."""
+    log_ratio = t.row_mean(t.log_ratio).detach() + t.log_probs - t.log_probs.detach()
+    return _clip(t, o, log_ratio.clamp(max=10).exp())  # verl's clamp
+
+
+def _cispo(t: Tokens, o: Options) -> Tensor:
+    ratio = _ratio(t, o).clamp(o["lowest"], o["highest"]).detach()
+    return -ratio * t.advantages * t.log_probs * t.weights
+
+
+def _sapo(t: Tokens, o: Options) -> Tensor:
     """arXiv:2511.20347: a sigmoid gate of the ratio."""
-    return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * t.advantages * t.weights
+    tau = torch.where(t.advantages > 0, o["tau_pos"], o["tau_neg"])
+    return -torch.sigmoid(tau * (_ratio(t, o) - 1)) * 4 / tau * t.advantages * t.weights
 
 
-def _dppo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
+def _dppo(t: Tokens, o: Options) -> Tensor:
     """arXiv:2602.04879: a token is left out whose probability moved too far, by total variation or binary KL."""
     log_new = t.log_probs.detach()
     new = t.log_probs.detach().exp()
@@ -271,7 +272,12 @@ def _dppo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     return -torch.where(left_out, 0.0, ratio * t.advantages * t.log_probs) * t.weights
 
 
-def _geo_mean(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
+def _dro(t: Tokens, o: Options) -> Tensor:
+    moved = t.log_ratio
+    return (o["beta"] / 2 * moved.square() - t.advantages * moved) * t.weights
+
+
+def _geo_mean(t: Tokens, o: Options) -> Tensor:
     """arXiv:2507.20673: the geometric mean of clamped ratios, one advantage a response."""
     sign = t.advantages.sign()
     weight = t.row_mean((t.weights + 1e-10).log()).exp()
@@ -280,7 +286,7 @@ def _geo_mean(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     return -(t.row_mean(t.advantages) * weight * t.row_mean(bounded).exp()).expand_as(sign)
 
 
-def _vespo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
+def _vespo(t: Tokens, o: Options) -> Tensor:
     """TRL: a gamma weight of the response's whole ratio, importance weights included."""
     least = math.log(1e-8)
     log_ratio = t.log_ratio.detach()
@@ -292,7 +298,7 @@ def _vespo(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     return -(rate + k * moved - rate * moved.exp()).exp() * t.advantages * t.log_probs
 
 
-def _kl_cov(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
+def _kl_cov(t: Tokens, o: Options) -> Tensor:
     """arXiv:2505.22617: an absolute log-ratio is added for the tokens of the largest covariance in the micro-batch."""
     advantages = t.advantages[t.mask].float()
     log_probs = t.log_probs.detach()[t.mask].float()
@@ -303,38 +309,23 @@ def _kl_cov(t: Tokens, o: Mapping[str, Any]) -> torch.Tensor:
     return -(t.advantages * t.log_ratio.exp() - penalty * t.log_ratio.abs()) * t.weights
 
 
-FORMULAS: Mapping[str, Callable[[Tokens, Mapping[str, Any]], torch.Tensor]] = {
+FORMULAS: Mapping[str, Callable[[Tokens, Options], Tensor]] = {
     "clip": lambda t, o: _clip(t, o, _ratio(t, o)),
-    # arXiv:2507.18071, the token form: the response's ratio for the token's own advantage
-    # verl clamps the log-ratio at 10
-    "gspo": lambda t, o: _clip(
-        t,
-        o,
-        (t.row_mean(t.log_ratio).detach() + t.log_probs - t.log_probs.detach()).clamp(max=10).exp(),
-    ),
-    "cispo": lambda t, o: (
-        -_ratio(t, o).clamp(o["lowest"], o["highest"]).detach()
-        * t.advantages
-        * t.log_probs
-        * t.weights
-    ),
-    "sapo": lambda t, o: _sapo(
-        t, _ratio(t, o), torch.where(t.advantages > 0, o["tau_pos"], o["tau_neg"])
-    ),
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "sapo": _sapo,
     "reinforce": lambda t, o: -t.advantages * t.log_probs * t.weights,
     "dppo": _dppo,
-    "dro": lambda t, o: (
-        (o["beta"] / 2 * t.log_ratio.square() - t.advantages * t.log_ratio) * t.weights
-    ),
+    "dro": _dro,
     "geo_mean": _geo_mean,
     "vespo": _vespo,
     "kl_cov": _kl_cov,
 }
 
 
-def _kl_term(loss: Loss, t: Tokens) -> torch.Tensor:
+def _kl_term(loss: Loss, t: Tokens) -> Tensor:
     """Of each token; http://joschu.net/blog/kl-approx.html names the estimators."""
-    assert loss.kl is not None and t.ref is not None
+    assert loss.kl and t.ref is not None
     moved = t.log_probs - t.ref
     if loss.kl == "k3 of trl":
         term = (-moved).exp() + moved - 1
@@ -362,43 +353,40 @@ def opened(loss: Loss) -> Loss:
     )
 
 
-def expect(loss: Loss, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def expect(loss: Loss, tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The effective advantage that a known loss gives, KL term included, and where it clips; (b, T)."""
 
-    def losses(loss: Loss, t: Tokens) -> torch.Tensor:
+    def losses(loss: Loss, t: Tokens) -> Tensor:
         if callable(loss.account):
             return loss.account(t)
         return FORMULAS[str(loss.account)](t, loss.options)
 
-    def descent(values: torch.Tensor) -> torch.Tensor:
-        total = torch.where(t.mask, values, 0.0).sum()
-        slope = None
-        # A loss that reads no log-probability has no graph.
-        if total.requires_grad:
-            (slope,) = torch.autograd.grad(total, t.log_probs, allow_unused=True)
-        if slope is None:
-            return torch.zeros_like(t.log_probs)
+    def descent(values: Tensor) -> Tensor:
+        # 0 times: a loss that reads no log-probability has no graph.
+        total = torch.where(t.mask, values + 0 * t.log_probs, 0.0).sum()
+        (slope,) = torch.autograd.grad(total, t.log_probs)
         return torch.where(t.mask, -slope, 0.0)
 
     with torch.enable_grad():
         t = replace(tokens, log_probs=tokens.log_probs.detach().requires_grad_())
         losses_bT = losses(loss, t)
         value = descent(losses_bT)
-        term = descent(loss.kl_coef * _kl_term(loss, t)) if loss.kl and t.ref is not None else 0.0
+        term = descent(loss.kl_coef * _kl_term(loss, t)) if loss.kl else 0.0
     clipped = (value == 0) & (tokens.advantages * tokens.weights != 0)
-    # By a whole response's ratio, and by a clamp, a clipped token trains too
+    # By a whole response's ratio, and by a clamp, a clipped token trains too.
     if loss.account in ("clip", "cispo"):
         clipped |= losses_bT.detach() != losses(opened(loss), tokens)
     return value + term, clipped & tokens.mask
 
 
-def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[Tensor]:
     """D of each piece's responses, (b, 1) float64: the divisor of a token's loss, means over ranks included."""
     lengths_B = batch.mask_BT.sum(dim=1).double()
     result = []
     for piece in pieces:
         same_step = [second for second in pieces if second.update == piece.update]
         same_rank = [second for second in same_step if second.rank == piece.rank]
+        rows = torch.arange(len(lengths_B))
         means = 1  # so many means are averaged
         # Example: two ranks of two micro-batches each, over="micro-batch": D is 4 times a micro-batch's own tokens.
         if loss.over == "micro-batch":
@@ -407,9 +395,7 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
         elif loss.over == "rank":
             rows = torch.cat([second.rows_b for second in same_rank])
             means = batch.ranks
-        elif loss.over == "batch" or batch.updates == 1:
-            rows = torch.arange(len(lengths_B))
-        else:
+        elif loss.over == "update" and batch.updates > 1:
             rows = torch.cat([second.rows_b for second in same_step]).unique()
         tokens = float(lengths_B[rows].sum())
         responses = float(len(rows))
@@ -418,17 +404,15 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
         if loss.over == "batch":
             tokens /= batch.updates
             responses /= batch.updates
-        own_b = lengths_B[piece.rows_b].clamp(min=1)
-        ones_b = torch.ones_like(own_b)
         responses = max(1.0, responses)
-        divisor_b = {
-            "token-mean": max(1.0, tokens) * ones_b,
-            "token-sum": ones_b,
-            "seq-mean-token-sum": responses * ones_b,
-            "seq-mean-token-mean": responses * own_b,
+        lengths_b1 = lengths_B[piece.rows_b, None].clamp(min=1)
+        divisor: Any = {
+            "token-mean": max(1.0, tokens),
+            "token-sum": 1.0,
+            "seq-mean-token-sum": responses,
+            "seq-mean-token-mean": responses * lengths_b1,
             "seq-mean-token-sum-norm": responses
-            * float(loss.norm or piece.width or batch.mask_BT.shape[1])
-            * ones_b,
+            * float(loss.norm or piece.width or batch.mask_BT.shape[1]),
         }[loss.aggregation]
-        result.append(means * divisor_b[:, None])
+        result.append(means * divisor * torch.ones_like(lengths_b1))
     return result

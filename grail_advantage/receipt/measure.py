@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
@@ -21,15 +22,15 @@ class Piece:
     """A micro-batch of an optimiser step, on one rank."""
 
     # (b,) int64: which responses of the rollout batch it holds, by their places there
-    rows_b: torch.Tensor
+    rows_b: Tensor
     # As they went into the loss, detached; T as in Batch, or less, without positions at the end
-    log_probs_bT: torch.Tensor
+    log_probs_bT: Tensor
     # DL / d log pi(token), as the backward gave it (before any mean over ranks)
-    gradient_bT: torch.Tensor
+    gradient_bT: Tensor
     update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
     # (b,) largest |g| at positions that T does not hold (prompt, padding)
-    outside_b: torch.Tensor | None = None
+    outside_b: Tensor | None = None
     width: int | None = None  # tokens that the padded micro-batch was wide in the loss; None: T
 
     def padded(self, width: int) -> Piece:
@@ -49,9 +50,9 @@ class Gradient:
     ``values`` is ``None`` before the backward, and without one (in evaluation); the sum of what several backwards gave.
     """
 
-    def __init__(self, log_probs: torch.Tensor) -> None:
+    def __init__(self, log_probs: Tensor) -> None:
         self.log_probs = log_probs.detach()
-        self.values: torch.Tensor | None = None
+        self.values: Tensor | None = None
         self._hook: RemovableHandle | None = (
             log_probs.register_hook(self._add) if log_probs.requires_grad else None
         )
@@ -61,7 +62,7 @@ class Gradient:
         if self._hook is not None:
             self._hook.remove()
 
-    def _add(self, gradient: torch.Tensor) -> None:
+    def _add(self, gradient: Tensor) -> None:
         # A copy: autograd may go on to add into the tensor that it passes.
         if self.values is None:
             self.values = gradient.detach().clone()
@@ -73,7 +74,7 @@ class Watch:
     """Collects the pieces of a rollout batch; within its context the hooks are on."""
 
     def __init__(self) -> None:
-        self._read: list[tuple[Gradient, torch.Tensor, int, int, float]] = []
+        self._read: list[tuple[Gradient, Tensor, int, int, float]] = []
         self._update = 0
 
     def __enter__(self) -> Watch:
@@ -83,9 +84,7 @@ class Watch:
         for gradient, *_ in self._read:
             gradient.close()
 
-    def read(
-        self, log_probs_bT: torch.Tensor, rows_b: Any, *, rank: int = 0, scale: float = 1.0
-    ) -> None:
+    def read(self, log_probs_bT: Tensor, rows_b: Any, *, rank: int = 0, scale: float = 1.0) -> None:
         """Read the gradient of a micro-batch. Call it before the loss, with the tensor that goes into the loss.
 
         Args:
@@ -105,7 +104,7 @@ class Watch:
     def around(self, loss: Callable[..., Any], rows_b: Any, **named: Any) -> Callable[..., Any]:
         """The loss, whose first argument is the (b, T) log-probabilities, with a look at them by :meth:`read`."""
 
-        def watched(log_probs_bT: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        def watched(log_probs_bT: Tensor, *arguments: Any, **keywords: Any) -> Any:
             self.read(log_probs_bT, rows_b, **named)
             return loss(log_probs_bT, *arguments, **keywords)
 

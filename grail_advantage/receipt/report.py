@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from .check import Finding, Receipt
 
@@ -23,25 +24,20 @@ else:  # The wheel token-receipt has that folder within this one.
 NOTHING = 2
 """Exit status where there is nothing to read."""
 Record = Mapping[str, Any]
-_NUMBER = int | float
 _RECORD: dict[str, Any] = {
-    **dict.fromkeys(("step", "update", "updates", "tokens"), int),
-    **{"loss": str, "findings": list, "responses": list | None, "trained": int | None},
-    **dict.fromkeys(("clipped", "seen_from"), _NUMBER | None),
+    "step": int,
+    "update": int,
+    "loss": str,
+    "findings": list,
+    "updates": int,
+    "tokens": int,
+    "trained": int | None,
+    "clipped": float | None,
+    "seen_from": float | None,
 }
-_FINDING: dict[str, Any] = {
-    **dict.fromkeys(("name", "where", "what", "causes", "also"), str),
-    **{"size": _NUMBER, "mismatch": bool, "tokens": int, "examples": list},
-    **dict.fromkeys(("low", "high", "explains"), _NUMBER | None),
-}
-_EXAMPLE: dict[str, Any] = {
-    "response": str,
-    "token": int,
-    **dict.fromkeys(("intended", "received"), _NUMBER | None),
-}
+_FINDING = get_type_hints(Finding) | {"examples": tuple}
+_EXAMPLE = {"response": str, "token": int, "intended": float | None, "received": float | None}
 """Types of the values, by name, of a record and its parts."""
-_UNTOLD = {"causes": "", "mismatch": True, "tokens": 0, "examples": [], "also": ""}
-"""What a finding has that does not say it."""
 Rollout = Callable[[int, int, str], str | None]
 """Name of a response on the report's page, by step, update and key."""
 
@@ -50,61 +46,64 @@ def run_receipt(
     records: Sequence[Record], rollout: Rollout = lambda step, update, key: None
 ) -> dict[str, Any]:
     """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page."""
-    lines: dict[tuple[bool, str], dict[str, Any]] = {}
+    by_name: dict[Any, list[tuple[Record, Finding]]] = {}
     for record in records:
-        place = f"step {record['step']}"
-        if record["update"]:
-            place += f", update {record['update']}"
         for finding in map(Finding.from_dict, record["findings"]):
-            key = (not finding.mismatch, finding.name)
-            if key not in lines:
-                # The first receipt that has a finding says where it is, with its examples.
-                place_of_line = {
-                    "step": record["step"],
-                    "update": record["update"],
-                    "where": f"{place}: {finding.where}",
-                }
-                lines[key] = finding.to_dict() | place_of_line | {"tokens": 0, "places": set()}
-            lines[key]["places"].add(place)
-            lines[key]["tokens"] += finding.tokens
-    for line in lines.values():
-        line["receipts"] = len(line.pop("places"))
-        if line["receipts"] > 1:
-            line["where"] += f", and {line['receipts'] - 1} more receipts"
-        line["examples"] = [_example(line, rollout, *example) for example in line["examples"]]
-    clipping = [record for record in records if record.get("clipped") is not None]
-    clipping_tokens = sum(record["tokens"] for record in clipping)
-    clipped = None
-    if clipping_tokens:
-        clipped = sum(record["clipped"] * record["tokens"] for record in clipping) / clipping_tokens
-    # Records of older versions do not say it.
+            group = by_name.setdefault((finding.name, finding.mismatch), [])
+            group.append((record, finding))
+    lines = [_line(group, rollout) for group in by_name.values()]
+    # Mismatches first, then what covers most tokens.
+    lines.sort(key=lambda line: (not line["mismatch"], -line["tokens"], line["name"]))
+    # Records of older versions do not say all of it.
+    shares = [
+        (record["clipped"], record["tokens"])
+        for record in records
+        if record.get("clipped") is not None
+    ]
+    tokens = sum(count for _, count in shares)
     trained = [record.get("trained") for record in records]
     responses = [record["responses"] for record in records if record.get("responses")]
-    # Mismatches first, then what covers most tokens.
-    order = sorted(lines, key=lambda key: (key[0], -lines[key]["tokens"], key[1]))
     return {
         "receipts": len(records),
         "steps": sum(record["updates"] for record in records),
         "tokens": sum(record["tokens"] for record in records),
         "trained": None if None in trained else sum(trained),
         "responses": [sum(counts) for counts in zip(*responses, strict=True)],
-        "clipped": clipped,
+        "clipped": sum(share * count for share, count in shares) / tokens if tokens else None,
         "losses": sorted({record["loss"] for record in records if record["loss"]}),
-        "seen_from": max(
-            (record["seen_from"] for record in records if record.get("seen_from")), default=None
-        ),
-        "findings": [lines[key] for key in order],
+        "seen_from": max((record.get("seen_from") or 0 for record in records), default=0) or None,
+        "findings": lines,
+    }
+
+
+def _line(group: Sequence[tuple[Record, Finding]], rollout: Rollout) -> dict[str, Any]:
+    """The findings of one name: the first says where it is, with its examples."""
+    first, finding = group[0]
+    step = first["step"]
+    update = first["update"]
+    where = f"step {step}, update {update}" if update else f"step {step}"
+    where += f": {finding.where}"
+    receipts = len({(record["step"], record["update"]) for record, _ in group})
+    if receipts > 1:
+        where += f", and {receipts - 1} more receipts"
+    return finding.to_dict() | {
+        "step": step,
+        "update": update,
+        "where": where,
+        "tokens": sum(finding.tokens for _, finding in group),
+        "receipts": receipts,
+        "examples": [_example(partial(rollout, step, update), *e) for e in finding.examples],
     }
 
 
 def _example(
-    line: Record, rollout: Rollout, response: Any, token: int, *values: float | None
+    rollout: Callable[[str], str | None], response: str, token: int, *values: float | None
 ) -> dict[str, Any]:
     intended, received = (None if value is None else value + 0.0 for value in values)  # no -0.0
     example = {"response": response, "token": token + 1, "intended": intended, "received": received}
     texts = f"intended {_value(intended)}, received {_value(received)}"
     example["text"] = f"response {response}, token {token + 1}: {texts}"
-    name = rollout(line["step"], line["update"], response)
+    name = rollout(response)
     if name is not None:
         example["link"] = f"#overlay=received&rollout={name}&token={token}"
     return example
@@ -162,7 +161,7 @@ def page(title: object, run: Record) -> Iterator[str]:
         low = line["low"]
         high = line["high"]
         times = ""
-        if low is not None:
+        if low is not None and high is not None:
             times = f"{low:.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.4g} to {high:.4g}"
         share = ""
         if line["explains"] is not None:
@@ -187,45 +186,42 @@ def page(title: object, run: Record) -> Iterator[str]:
 def checked(record: Any) -> Record:
     """A record that others wrote. ValueError: it is none."""
     _check_types(record, _RECORD)
-    for finding in record["findings"]:
-        if isinstance(finding, dict):
-            finding = _UNTOLD | finding
-        _check_types(finding, _FINDING)
-        for example in finding.get("examples", ()):
-            _check_types(
-                dict(zip(_EXAMPLE, example, strict=True)) if isinstance(example, list) else None,
-                _EXAMPLE,
-            )
-    counts = record.get("responses")
-    if counts is not None and not (
-        len(counts) == 2 and all(type(count) is int for count in counts)
-    ):
-        raise ValueError(f"responses={counts!r:.40} is no pair of numbers")
-    return record
+    for values in record["findings"]:
+        try:
+            finding = Finding.from_dict(values)
+        except TypeError as error:
+            raise ValueError(f"a finding is incomplete: {error}") from None
+        _check_types(vars(finding), _FINDING)
+        for example in finding.examples:
+            _check_types(dict(zip(_EXAMPLE, example, strict=True)), _EXAMPLE)
+    match record.get("responses"):
+        case None | [int(), int()]:
+            return record
+        case counts:
+            raise ValueError(f"responses={counts!r:.40} is no pair of numbers")
 
 
 def _check_types(values: Any, types: Mapping[str, Any]) -> None:
     if not isinstance(values, dict):
         raise ValueError("is no object")
     for name, kind in types.items():
-        value = values.get(name)
-        # JSON's whole numbers may be larger than int64, in which they are kept.
-        if not isinstance(value, kind) or (kind is int and not 0 <= value < 2**63):
+        value: Any = values.get(name)
+        # In JSON a float may be a whole number; one may be larger than int64, in which counts are kept.
+        fits = isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))
+        if not fits or (kind is int and not 0 <= value < 2**63):
             raise ValueError(f"{name}={value!r:.40} is not of the type that a receipt has")
 
 
 def record_of(receipt: Receipt, loss: str, step: int, update: int = 0) -> dict[str, Any]:
     """A receipt as a record, with the loss's name."""
-    record = {
+    return {
         "step": step,
         "update": update,
         "loss": loss,
         "findings": [finding.to_dict() for finding in receipt.findings],
-    }
-    record["updates"] = len(receipt.received_UBT)
-    record["tokens"] = receipt.tokens
-    record["trained"] = receipt.trained
-    return record | {
+        "updates": len(receipt.received_UBT),
+        "tokens": receipt.tokens,
+        "trained": receipt.trained,
         "clipped": receipt.clipped,
         "seen_from": receipt.seen_from,
         "responses": receipt.responses,
@@ -260,7 +256,7 @@ def main(
     *,
     read: Callable[[Path, list[str]], Sequence[Record]] = read,
     called: str = "a file of JSON lines from write()",
-    remedy: Callable[[Path], str] = lambda path: "write() adds one",
+    remedy: str = "write() adds one",
     rollout: Rollout = lambda step, update, key: None,
 ) -> int:
     """Print the page of a path, which is ``called`` so in the help and has a ``remedy`` where it holds no receipt.
@@ -286,7 +282,7 @@ def main(
     complain("receipt", *problems)
     if not records:
         if not problems:
-            complain("receipt", f"{options.run} holds no receipt: {remedy(options.run)}")
+            complain("receipt", f"{options.run} holds no receipt: {remedy}")
         return NOTHING
     run = run_receipt(records, rollout)
     if options.json:

@@ -5,8 +5,6 @@ a terminal or hide in a page becomes visible. The module is a folder, as the whe
 own package.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

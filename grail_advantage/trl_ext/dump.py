@@ -125,6 +125,7 @@ class Generation:
             received = torch.zeros_like(log_probs)
             if "old_log_probs_BT" in self.columns:
                 log_probs.copy_(self.columns["old_log_probs_BT"][rows])
+            # A response that was left out has its old log-probability, so that its ratio is 1.
             log_probs[is_trained] = gradient.log_probs.cpu()
             received[is_trained] = gradient.values.cpu() / scale
             yield Piece(rows, log_probs, received, update, rank)
@@ -146,6 +147,7 @@ class GenerationDump(TrainerCallback):
         self._reads = (
             options.received and args.steps_per_generation % args.gradient_accumulation_steps == 0
         )
+        # Said once, as a trainer is made, and not in each step.
         if options.received and not self._reads:
             remedy = "make steps_per_generation a multiple of gradient_accumulation_steps"
             logger.warning(
@@ -217,6 +219,7 @@ class GenerationDump(TrainerCallback):
         (chosen,) = broadcast_object_list([chosen])
         if not chosen:
             return
+        # Each process reads its own micro-batches; the main one puts them together.
         if self._reads:
             self._generation = Generation(step, self._update, chosen, list(map(len, r.responses)))
         parts: list[Weighed] = []
@@ -278,6 +281,7 @@ class GenerationDump(TrainerCallback):
         ``trained`` part went through the model."""
         if self._generation is not None and ROWS in inputs and log_probs.requires_grad:
             with self._dump.attempt():
+                # Steps since the generation: 0 of its first update.
                 update = self._trainer.state.global_step + 1 - self._generation.step
                 scaler = self._trainer.accelerator.scaler
                 scale = 1.0 if scaler is None else scaler.get_scale()
@@ -326,11 +330,12 @@ class GenerationDump(TrainerCallback):
         args = self._trainer.args
         # Each process pads to the longest response of its own.
         width = max(columns["mask_BT"].shape[1] for columns, _, _ in parts)
-        columns: dict[str, Any] = {}
-        for name in parts[0][0]:
-            columns[name] = torch.cat(
-                [pad(of_part[name], (0, width - of_part[name].shape[1])) for of_part, _, _ in parts]
+        columns: dict[str, Any] = {
+            name: torch.cat(
+                [pad(part[name], (0, width - part[name].shape[1])) for part, _, _ in parts]
             )
+            for name in parts[0][0]
+        }
         lengths = list[int]()
         pieces = list[Piece]()
         for _, part_lengths, part_pieces in parts:
@@ -346,15 +351,12 @@ class GenerationDump(TrainerCallback):
         pieces = [piece for piece in pieces if piece.update < complete]
         if not pieces:
             return
-        mask = columns.pop("mask_BT").bool()
-        advantages = columns.pop("advantages_BT")
         effect = columns.pop("effect", None)
         log_probs = columns.pop("log_probs", None)
+        columns["mask_BT"] = columns["mask_BT"].bool()
         keys = [f"{generation.step}_{place}" for place in range(len(lengths))]
         loss = trl_loss(**vars(args))
         batch = Batch(
-            advantages,
-            mask,
             keys=keys,
             updates=updates,
             epochs=args.num_iterations,
@@ -364,16 +366,18 @@ class GenerationDump(TrainerCallback):
         receipt = check(batch, loss, pieces)
         rows = generation.chosen
         names = ("received_BT", "clipped_BT", "received_UBT", "expected_UBT", "clipped_UBT")
-        chosen = replace(receipt, **{name: getattr(receipt, name)[..., rows, :] for name in names})
+        # Of the responses that the dump has, the others were compared too.
+        receipt = replace(receipt, **{name: getattr(receipt, name)[..., rows, :] for name in names})
         table = received_table(
-            chosen,
+            receipt,
             [keys[row] for row in rows],
             [lengths[row] for row in rows],
             None if effect is None else effect[rows],
         )
-        self._dump.write_received(
-            record_of(chosen, loss.name, generation.step, generation.update), table
-        )
+        record = record_of(receipt, loss.name, generation.step, generation.update)
+        self._dump.write_received(record, table)
         if effect is not None:
-            for name, value in effect_figures(advantages, effect, mask, log_probs).items():
+            for name, value in effect_figures(
+                batch.advantages_BT, effect, batch.mask_BT, log_probs
+            ).items():
                 self._trainer._metrics["train"][f"{self._trainer.method.name}/{name}"].append(value)

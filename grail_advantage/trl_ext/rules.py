@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,14 +76,14 @@ class Arguments:
         makers = {
             "rollout_func": self["rollout_func"],
             "environment_factory": self["environment_factories"],
+            "tools": self["tools"],
         }
-        return next(
-            (name for name, value in {**makers, "tools": self["tools"]}.items() if value), ""
-        )
+        return next((name for name, value in makers.items() if value), "")
 
     @property
     def images(self) -> str:
         """The argument that brings images."""
+        # A processor reads images, too.
         if isinstance(self.trainer.processing_class, ProcessorMixin):
             return "processing_class"
         columns = getattr(self.trainer.train_dataset, "column_names", None) or []
@@ -109,14 +109,10 @@ class Arguments:
         return bool(self.trainer.accelerator.num_processes > 1 and rows % self["num_generations"])
 
 
-def _is_set(a: Arguments, option: str) -> bool:
-    """Whether it has another value than TRL's default."""
-    return a[option] != GRPOConfig.__dataclass_fields__[option].default
-
-
-def _compares_rewards(a: Arguments) -> bool:
-    """Whether the method makes its advantages of the rewards, and reads none of TRL's."""
-    return "rewards" in a.method.reads
+def _scales_rewards(option: str) -> Callable[[Arguments], bool]:
+    """Whether the option has another value than TRL's default, and the method makes its advantages of the rewards."""
+    default = GRPOConfig.__dataclass_fields__[option].default
+    return lambda a: "rewards" in a.method.reads and a[option] != default
 
 
 def _one_ratio(a: Arguments) -> str:
@@ -131,14 +127,6 @@ def _masking(a: Arguments) -> str:
     if a["mask_truncated_completions"]:
         return "mask_truncated_completions"
     return f"{a.method.section}.mask_truncated" if a.method.mask_truncated else ""
-
-
-def _discount(a: Arguments) -> str:
-    return f"{a.method.section}.gamma" if getattr(a.method, "gamma", 1.0) < 1 else ""
-
-
-def _lengths_in_loss(a: Arguments) -> str:
-    return "" if a["loss_type"] == "dr_grpo" else "loss_type"
 
 
 def _several_updates(a: Arguments) -> str:
@@ -177,13 +165,13 @@ RULES = (
     ),
     Rule(
         option="multi_objective_aggregation",
-        when=lambda a: _compares_rewards(a) and _is_set(a, "multi_objective_aggregation"),
+        when=_scales_rewards("multi_objective_aggregation"),
         because="the method compares the rewards itself",
         remedy="leave it out, and scale the reward functions by reward_weights",
     ),
     Rule(
         option="scale_rewards",
-        when=lambda a: _compares_rewards(a) and _is_set(a, "scale_rewards"),
+        when=_scales_rewards("scale_rewards"),
         because="the method compares the rewards itself",
         remedy="leave it out; some have an option deviation",
     ),
@@ -229,9 +217,14 @@ RULES = (
         warned=True,
     ),
     *biases_of_turns(
-        discount=Cause(("gamma",), _discount),
+        discount=Cause(
+            ("gamma",),
+            lambda a: f"{a.method.section}.gamma" if getattr(a.method, "gamma", 1.0) < 1 else "",
+        ),
         masking=Cause(("mask_truncated_completions", "mask_truncated"), _masking),
-        denominator=Cause(("loss_type",), _lengths_in_loss),
+        denominator=Cause(
+            ("loss_type",), lambda a: "loss_type" if a["loss_type"] != "dr_grpo" else ""
+        ),
         constant="'dr_grpo' does not",
         updates=Cause(("num_iterations", "steps_per_generation"), _several_updates),
     ),
@@ -277,6 +270,7 @@ AGAINST_SKIPPING = (
 
 def check_version(version: str) -> None:
     """ValueError: this TRL lacks a method that is overridden. A newer one than the tested is warned of."""
+    # An override of what is not there would never be called.
     if missing := [name for name in OVERRIDDEN if not hasattr(GRPOTrainer, name)]:
         raise ValueError(
             f"trl {version} has no GRPOTrainer.{missing[0]}: run `pip install 'trl=={TESTED}'`"

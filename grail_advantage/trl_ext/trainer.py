@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -89,6 +90,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             raise ValueError(
                 "token_weight_options are for a method given by its name; put them into token_weights"
             )
+        # A method by its name has its options beside it.
         if isinstance(token_weights, str):
             token_weights = build(token_weights, token_weight_options)
         self.method = token_weights
@@ -98,6 +100,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self._answers = AnswerCheck(self.method, self.answer, missing_answers, total=self._total)
         # A wrong option ends here, before TRL loads the model.
         dumping = None if token_dump is None else dump_options(token_dump)
+        # Of the latest generation; None without tools.
         self._tool_mask: list[list[int]] | None = None
         self.call_rewards = self.method.rewards if isinstance(self.method, TurnMethod) else ""
         self._calls: list[list[int]] = []  # before each turn, how many rewards each environment has
@@ -178,6 +181,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
                     f"log_extra({name!r}, ...) got {len(values)} values; log one a response, {len(rows)}"
                 )
             return values
+        # An environment that lacks it gives None.
         if any(hasattr(environment, name) for environment in environments):
             values = [getattr(environment, name, None) for environment in environments]
             if name == self.call_rewards:
@@ -230,6 +234,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if len(r) > count:
             w = w.part(places)  # process by process
         self._log({**w.metrics, "seconds": time.perf_counter() - started})
+        # Weights are as wide as the longest response, TRL's batch may be wider.
         right = output["completion_mask"].shape[1] - w.advantages.shape[1]
         advantages = pad(w.advantages, (0, right)).to(output["advantages"])
         if self._dump is not None:
@@ -318,15 +323,16 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     def _log(self, figures: Mapping[str, float]) -> None:
         """Put figures into TRL's logs, as means over the processes that have them: into ``_metrics`` (line 1080), as
         ``Trainer.log`` would make an entry of its own."""
-        values: dict[str, list[float]] = {}
-        for of_process in gather_object([figures]):
-            for name, value in of_process.items():
-                values.setdefault(name, []).append(value)
-        for name, of_name in values.items():
-            self._metrics["train"][f"{self.method.name}/{name}"].append(float(np.mean(of_name)))
+        values = defaultdict[str, list[float]](list)
+        for part in gather_object([figures]):
+            for name, value in part.items():
+                values[name].append(value)
+        for name, parts in values.items():
+            self._metrics["train"][f"{self.method.name}/{name}"].append(float(np.mean(parts)))
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss (line 3020); in training without the zero-advantage responses, where that is asked for."""
+        # Evaluation has TRL's own advantages.
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         # Of a later TRL: better no training than one without weights that looks like one with them.
@@ -388,6 +394,7 @@ def rows_that_train(
     for name, values in inputs.items():
         # A single number, such as num_items_in_batch, is of the whole batch.
         trained[name] = values[trains] if getattr(values, "ndim", 0) else values
+    # Its divisor does not depend on the micro-batch.
     if loss_type in ("cispo", "dapo"):
         return trained, 1.0
     if loss_type == "bnpo":
@@ -399,6 +406,7 @@ def loss_mean(loss_type: str, most_tokens: int, values: Tensor, mask: Tensor) ->
     """A mean of (B, T) over the batch as TRL's ``loss_type`` takes it, ``most_tokens`` being
     ``max_completion_length``."""
     masked = torch.where(mask, values, 0.0).double()
+    # The mean over each response, and then over these.
     if loss_type in ("grpo", "sapo"):
         return float((masked.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean())
     if loss_type == "dr_grpo":

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.data import (
@@ -27,6 +29,7 @@ from grail_advantage.dump import StepDump, received_table
 from grail_advantage.effect import effect_figures
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.report import record_of
+from grail_advantage.verl_ext.exchange import update_places
 from grail_advantage.verl_ext.settings import (
     ACTOR,
     AGGREGATION,
@@ -63,7 +66,7 @@ class UpdateDump:
         assert options is not None, "no run without a folder makes a dump"
         self._settings = settings
         self._watches = options.received and settings[STRATEGY] in ENGINES
-        self.marks: tuple[str, torch.Tensor] | None = None
+        self.marks: tuple[str, Tensor] | None = None
         """The setting ``WATCHED`` and the field ``PLACES`` of the update's batch, where workers are to watch it."""
         self._chosen: tuple[Weighed, int, int] | None = None
         """The responses that are written, the update's number, and how many responses the update has."""
@@ -94,37 +97,31 @@ class UpdateDump:
                 return
             self._chosen = (weighed.part(chosen), update, sum(of_run))
             if self._watches:
-                slots = {place: slot for slot, place in enumerate(chosen)}
-                places_B2 = torch.tensor([[place, slots.get(place, -1)] for place in range(len(r))])
-                self.marks = (f"{r.step}.{update}", places_B2)
+                self.marks = (f"{r.step}.{update}", update_places(len(r), chosen))
 
-    def write(self, columns: Mapping[str, torch.Tensor] | None = None) -> None:
+    def write(self, columns: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Hand the chosen responses to the writer. ``columns``: (B, T), of all responses of the update, that were not
         there when they were weighed."""
         if self._chosen is None:
             return
         part, update, count = self._chosen
         with self.steps.attempt():
-            if columns is not None:
-                rollouts = part.rollouts
+            rollouts = part.rollouts
+            late = dict(rollouts.columns)
+            for name, values_BT in columns.items():
                 # The columns are as wide as the longest response of the update, the part as its own longest.
-                width = rollouts.mask.shape[1]
-                late = {
-                    name: values_BT[rollouts.places, :width] for name, values_BT in columns.items()
-                }
-                part = replace(
-                    part, rollouts=replace(rollouts, columns={**rollouts.columns, **late})
-                )
-                # receive() compares with these columns.
-                self._chosen = (part, update, count)
-            self.steps.write(part.rollouts.step, update, [part], count)
+                late[name] = values_BT[rollouts.places, : rollouts.mask.shape[1]]
+            part = replace(part, rollouts=replace(rollouts, columns=late))
+            # receive() compares with these columns.
+            self._chosen = (part, update, count)
+            self.steps.write(rollouts.step, update, [part], count)
 
     def receive(
         self,
         rollouts: Rollouts,
         workers: Any,
         sent: Sequence[bool],
-        log_probs_now: Callable[[Sequence[int]], torch.Tensor],
+        log_probs_now: Callable[[Sequence[int]], Tensor],
         *,
         on_policy: bool,
     ) -> dict[str, float]:
@@ -148,7 +145,8 @@ class UpdateDump:
                 # Raised in the worker, it would end the run; here it is one failed file.
                 if isinstance(reply, Exception):
                     raise reply
-                if reply is not None:  # None is of further ranks of a sequence-parallel group
+                # None is of further ranks of a sequence-parallel group.
+                if reply is not None:
                     of_ranks.append(reply)
             r = part.rollouts
             loss = loss_of(self._settings)
@@ -169,7 +167,7 @@ class UpdateDump:
                 effect = log_probs_now(r.places)[:, : r.mask.shape[1]] - r.columns[OLD_LOG_PROBS]
                 figures = effect_figures(part.advantages, effect, r.mask, r.columns[OLD_LOG_PROBS])
                 metrics |= {f"{part.method.name}/{name}": value for name, value in figures.items()}
-            lengths = [len(response) for response in r.responses]
+            lengths = list(map(len, r.responses))
             header = record_of(receipt, loss.name, r.step, update)
             self.steps.write_received(header, received_table(receipt, r.keys, lengths, effect))
         return metrics
@@ -207,16 +205,19 @@ def receipt_of(
     """
     r = part.rollouts
     mask_BT = r.mask
-    updates = len(of_ranks[0])
-    of_steps = [
-        [place for steps in of_ranks for place in steps[update].places] for update in range(updates)
-    ]
-    sent_B = torch.tensor([sent[place] for place in r.places])
-    pieces = list(_pieces(of_ranks, mask_BT.shape[1]))
-    if loss.account == "kl_cov" and len(sent_B) < len(tokens):
-        # Which tokens it penalises follows from all responses of a micro-batch
+    totals = []
+    for of_update in zip(*of_ranks, strict=True):
+        places = [place for step in of_update for place in step.places]
+        totals.append([sum(tokens[place] for place in places), len(places)])
+    updates = len(totals)
+    # Responses that were left out received nothing that was read.
+    left_out_B = ~torch.tensor([sent[place] for place in r.places])
+    if loss.account == "kl_cov" and len(left_out_B) < len(tokens):
+        # Which tokens it penalises follows from all responses of a micro-batch.
         loss = replace(loss, account=None)
-    if not pieces:  # none of the written responses went into the update
+    pieces = list(_pieces(of_ranks, mask_BT.shape[1]))
+    if not pieces:
+        # None of the written responses went into the update.
         nothing_UBT = torch.full((updates, *mask_BT.shape), torch.nan)
         nothing_BT = nothing_UBT[0]
         return Receipt(nothing_BT, nothing_BT, nothing_UBT, nothing_UBT, nothing_UBT, findings=())
@@ -227,34 +228,29 @@ def receipt_of(
         old_log_probs_BT=old_log_probs_BT,
         weights_BT=weights_BT,
         ref_log_probs_BT=ref_log_probs_BT,
-        left_out_B=~sent_B,
+        left_out_B=left_out_B,
         updates=updates // epochs,
         epochs=epochs,
         ranks=len(of_ranks),
         on_policy=on_policy,
         keys=list(r.keys),
-        totals_U2=torch.tensor(
-            [[sum(tokens[p] for p in of_step), len(of_step)] for of_step in of_steps]
-        ),
+        totals_U2=torch.tensor(totals),
     )
     receipt = check(batch, loss, pieces)
-    # Responses that were left out received nothing that was read.
-    left_out_B1 = ~sent_B[:, None]
-    return replace(
-        receipt,
-        received_BT=receipt.received_BT.masked_fill(left_out_B1, torch.nan),
-        clipped_BT=receipt.clipped_BT.masked_fill(left_out_B1, torch.nan),
-        received_UBT=receipt.received_UBT.masked_fill(left_out_B1, torch.nan),
-        clipped_UBT=receipt.clipped_UBT.masked_fill(left_out_B1, torch.nan),
-    )
+    columns = {}
+    for name in ("received_BT", "clipped_BT", "received_UBT", "clipped_UBT"):
+        columns[name] = getattr(receipt, name).masked_fill(left_out_B[:, None], torch.nan)
+    return replace(receipt, **columns)
 
 
 def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Piece]:
     """The micro-batches of the optimiser steps that have a written response; also the others of these steps, which
     count."""
-    for update, of_step in enumerate(zip(*of_ranks, strict=True)):
-        if any(len(piece.rows_b) for step in of_step for piece in step.pieces):
-            for rank, step in enumerate(of_step):
-                yield from (
-                    replace(piece, update=update, rank=rank).padded(width) for piece in step.pieces
-                )
+    for update, of_update in enumerate(zip(*of_ranks, strict=True)):
+        pieces = [
+            replace(piece, update=update, rank=rank).padded(width)
+            for rank, step in enumerate(of_update)
+            for piece in step.pieces
+        ]
+        if any(len(piece.rows_b) for piece in pieces):
+            yield from pieces

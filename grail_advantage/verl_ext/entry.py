@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -54,8 +54,8 @@ ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"  # verl's, with modules that it imports in every process
 JUDGED = "reward_model"
 REWARD = "reward.custom_reward_function.path"
-# As REWARD, this project's reward function
-OURS = "pkg://grail_advantage.reward", "pkg://recipe.reward"
+# As REWARD, this project's reward function.
+OURS = ("pkg://grail_advantage.reward", "pkg://recipe.reward")
 
 
 def register_estimators() -> None:
@@ -86,27 +86,34 @@ def start_run(config: DictConfig, validate: Callable[[], None]) -> None:
         raise ValueError(
             f"DRY_RUN={dry_run} is unknown; use 1 to check the run and start nothing, or 0"
         )
-    OmegaConf.resolve(config)  # verl hands ray_kwargs on as they are
-    # As the user has it: what prepare_run() writes is for Ray's processes.
-    resolved = config.copy()
-    # stdout is for the YAML alone, which another program may read.
-    for handler in logging.root.handlers if dry_run == "1" else ():
-        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:  # Hydra's
-            handler.setStream(sys.stderr)
-    with contextlib.redirect_stdout(sys.stderr) if dry_run == "1" else contextlib.nullcontext():
-        settings = prepare_run(config)
-        validate()
+    # verl hands ray_kwargs on as they are.
+    OmegaConf.resolve(config)
     if dry_run == "1":
-        names = []
-        if settings.method is not None:
-            names = [*RESERVED, settings.method.section]
-        defaults = {name: algorithm_sections().get(name, {}) for name in names}
-        print(OmegaConf.to_yaml(OmegaConf.merge({"algorithm": defaults}, resolved)))
+        _print_checked(config, validate)
         sys.exit()
+    settings = prepare_run(config)
+    validate()
     for module in patches.STARTS:
         import_module(module).begin_run(settings, config)
     if settings.dump is not None:
         hold(settings.dump.folder, "choose another", DUMP_FOLDER)
+
+
+def _print_checked(config: DictConfig, validate: Callable[[], None]) -> None:
+    """stdout is for the YAML alone, which another program may read."""
+    # As the user has it: what prepare_run() writes is for Ray's processes.
+    resolved = config.copy()
+    for handler in logging.root.handlers:
+        # Hydra's.
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
+    with contextlib.redirect_stdout(sys.stderr):
+        settings = prepare_run(config)
+        validate()
+    sections = algorithm_sections()
+    names = () if settings.method is None else (*RESERVED, settings.method.section)
+    defaults = {name: sections.get(name, {}) for name in names}
+    print(OmegaConf.to_yaml(OmegaConf.merge({"algorithm": defaults}, resolved)))
 
 
 def prepare_run(config: DictConfig) -> Settings:
@@ -120,18 +127,18 @@ def prepare_run(config: DictConfig) -> Settings:
         OmegaConf.update(
             config, f"ray_kwargs.ray_init.runtime_env.env_vars.{EXTERNAL}", modules, force_add=True
         )
-    # The trainer runs in another process, with another working folder
+    # The trainer runs in another process, with another working folder.
     if settings.dump is not None:
         OmegaConf.update(config, DUMP_FOLDER, str(settings.dump.folder))
-    if settings.method is not None and not settings["trainer.use_v1"]:
-        # Imports what the other trainers do not
-        from grail_advantage.verl_ext.ray_trainer import TokenWeightRayTrainer
-
-        patches.use_ray_trainer(TokenWeightRayTrainer)
-    elif (
-        settings.method is not None
-        and settings.kind == (mode := config.trainer.v1.trainer_mode) in TRAINER_MODES
-    ):
+    if settings.method is None:
+        return settings
+    mode = config.trainer.v1.trainer_mode
+    if not settings["trainer.use_v1"]:
+        # It imports what the other trainers do not.
+        patches.use_ray_trainer(
+            import_module("grail_advantage.verl_ext.ray_trainer").TokenWeightRayTrainer
+        )
+    elif settings.kind == mode in TRAINER_MODES:
         patches.set_trainer_mode(config, f"grail_{mode}")
     return settings
 
@@ -140,8 +147,8 @@ def register_trainers() -> None:
     """Register estimators, the trainers with token weights and those of :data:`patches.STARTS`, in the task runner's
     process. Importing them in every process that imports verl would take seconds each."""
     register_estimators()
-    import grail_advantage.verl_ext.trainer  # noqa: F401  registers its own
-
+    # The module registers its own.
+    import_module("grail_advantage.verl_ext.trainer")
     for module in patches.STARTS:
         getattr(import_module(module), "register_trainers", lambda: None)()
 
@@ -203,10 +210,8 @@ def check_spelling(name: str) -> None:
         raise ValueError(f"{METHOD}={name!r} is no name; give one, such as grail or grpo")
     if name in ADV_ESTIMATOR_REGISTRY:
         return
-    letters = sorted(filter(str.isalnum, name.lower()))
-    meant = [
-        estimator for estimator in methods() if sorted(filter(str.isalnum, estimator)) == letters
-    ]
+    letters = _letters(name.lower())
+    meant = [estimator for estimator in methods() if _letters(estimator) == letters]
     near = difflib.get_close_matches(name.lower(), list(ADV_ESTIMATOR_REGISTRY), cutoff=0.8)
     # Short names are near many others, and grail2 is a version of somebody's own.
     if len(letters) > 4 and name[-1].isalpha() and methods().keys() >= set(near):
@@ -220,6 +225,10 @@ def check_spelling(name: str) -> None:
         logger.warning(
             "the estimator %s is unknown in the process of the command%s", name, failure_message()
         )
+
+
+def _letters(name: str) -> list[str]:
+    return sorted(filter(str.isalnum, name))
 
 
 def check_names(config: DictConfig) -> None:
@@ -264,16 +273,13 @@ def check_data(settings: Settings) -> None:
     from grail_advantage.reward import check_ground_truths
 
     for option in ("data.train_files", "data.val_files"):
-        for name in (
-            [settings[option]] if isinstance(settings[option], str) else settings[option] or ()
-        ):
+        for name in _files(settings, option):
             file = Path(name).expanduser()
             try:
-                table = (
-                    pa_json.read_json(file)
-                    if file.suffix != ".parquet"
-                    else pq.read_table(file, columns=[JUDGED])
-                )
+                if file.suffix == ".parquet":
+                    table = pq.read_table(file, columns=[JUDGED])
+                else:
+                    table = pa_json.read_json(file)
                 judged = table[JUDGED].to_pylist()
             except (OSError, KeyError, pa.ArrowException):
                 continue
@@ -283,25 +289,28 @@ def check_data(settings: Settings) -> None:
             check_ground_truths(truths, f"{option}={name}")
 
 
+def _files(settings: Settings, option: str) -> Sequence[str]:
+    names = settings[option] or ()
+    return [names] if isinstance(names, str) else names
+
+
 def check_answers_of_data(settings: Settings) -> None:
     """Warn of training data whose answers are in another format than the run's; of other files verl itself tells."""
-    names = settings["data.train_files"]
-    name = names if isinstance(names, str) else next(iter(names or ()), "")
+    files = _files(settings, "data.train_files")
+    if settings.method is None or not files:
+        return
+    answers = AnswerCheck(settings.method, settings.answer, settings[MISSING], f"++{SECTION}")
     with contextlib.suppress(OSError, StopIteration, pa.ArrowException):
-        rows = next(pq.ParquetFile(Path(name).expanduser()).iter_batches(LOOKED_AT)).to_pylist()
-        if settings.method is not None:
-            answers = AnswerCheck(
-                settings.method, settings.answer, settings[MISSING], f"++{SECTION}"
-            )
-            answers.look_at_data(rows, f"data.train_files={name}")
+        parquet = pq.ParquetFile(Path(files[0]).expanduser())
+        rows = next(parquet.iter_batches(LOOKED_AT)).to_pylist()
+        answers.look_at_data(rows, f"data.train_files={files[0]}")
 
 
 def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
     path = model.get("tokenizer_path") or model["path"]
     trusted = model.get("trust_remote_code", False)
-    try:
+    # Not in the cache, a broken download, or a file system that verl copies from.
+    with contextlib.suppress(OSError, ValueError):
         # A check downloads nothing: verl fetches a model in the processes that use it.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
-    # Not in the cache, a broken download, or a file system that verl copies from
-    except (OSError, ValueError):
-        return None
+    return None

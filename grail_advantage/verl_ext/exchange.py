@@ -12,12 +12,13 @@ gradients are then 0 and not missing, and the optimiser's momentum and weight de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict
+from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -70,12 +71,12 @@ def rows_of(data: TensorDict) -> list[Any]:
     return list(tu.get(data, "rows"))
 
 
-def nested(values: Sequence[torch.Tensor]) -> torch.Tensor:
+def nested(values: Sequence[Tensor]) -> Tensor:
     """Tensors of different lengths as one, as verl's TensorDicts hold them."""
     return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
 
 
-def trains(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[bool]:
+def trains(advantages: Iterable[Tensor], masks: Iterable[Tensor]) -> list[bool]:
     """Of each response whether a token of its mask has an advantage other than 0."""
     return [
         bool((row_T[mask_T.bool()] != 0).any())
@@ -89,19 +90,18 @@ def update_order(
     """A batch of responses, some of which train, in the order for the workers' update on so many data-parallel ranks,
     and the figures of what is left out. In the trainer."""
     places = {key: place for place, key in enumerate(rollouts.keys)}
-    order = [places[key] for key in batch.keys]
-    lengths = [len(rollouts.prompts[place]) + len(rollouts.responses[place]) for place in order]
-    # What is left out costs nothing, so that ranks share the tokens of the others.
-    cost = [length * trained[place] for length, place in zip(lengths, order, strict=True)]
-    of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-    left_out = [
-        length
-        for length, tokens, counts in zip(lengths, cost, of_run, strict=True)
-        if counts and not tokens
-    ]
-    # Else verl draws mini-batches by places, which then have to stay
+    costs = []
+    left_out = []
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        place = places[key]
+        length = len(rollouts.prompts[place]) + len(rollouts.responses[place])
+        # What is left out costs nothing, so that ranks share the tokens of the others.
+        costs.append(length * trained[place])
+        if not trained[place] and not tag.get("is_padding", False):
+            left_out.append(length)
+    # With shuffle verl draws mini-batches by places, which then have to stay.
     if not settings[f"{ACTOR}.shuffle"]:
-        order = deal_mini_batches(cost, ranks, mini_batch_rows(settings))
+        order = deal_mini_batches(costs, ranks, mini_batch_rows(settings))
         batch = batch.select_keys([batch.keys[row] for row in order])
     return batch, {
         "token_weights/skipped_responses": len(left_out),
@@ -114,9 +114,12 @@ def mini_batch_rows(settings: Settings) -> int:
     return settings[f"{ACTOR}.ppo_mini_batch_size"] * settings[f"{ROLLOUT}.n"]
 
 
-def places_without_slots(count: int) -> torch.Tensor:
-    """The field ``PLACES`` of a batch of which the token dump writes no response."""
-    return torch.stack([torch.arange(count), torch.full((count,), -1)], dim=1)
+def update_places(count: int, written: Sequence[int] = ()) -> Tensor:
+    """The field ``PLACES`` of an update's batch, of which the token dump writes the responses at some places, in this
+    order."""
+    places_R2 = torch.stack([torch.arange(count), torch.full((count,), -1)], dim=1)
+    places_R2[list(written), 1] = torch.arange(len(written))
+    return places_R2
 
 
 def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) -> list[int]:
@@ -125,54 +128,49 @@ def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) ->
     verl gives every rank an equal part of the batch, of which each mini-batch, of ``mini_batch_rows`` responses on all
     ranks together, takes the next ones, and keeps them.
     """
-    of_rank = len(costs) // ranks
-    share = mini_batch_rows // ranks
+    # Of 8 responses on 2 ranks, in mini-batches of 4, the first mini-batch is 0, 1, 4 and 5.
+    rows_of_ranks = torch.arange(len(costs)).view(ranks, -1)
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for start in range(0, of_rank, share):
-        # Of 8 responses on 2 ranks, in mini-batches of 4, the first one is 0, 1, 4 and 5.
-        rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
-        for rank, dealt in enumerate(deal([costs[row] for row in rows], ranks)):
-            shares[rank] += [rows[place] for place in dealt]
-    return [row for of_one in shares for row in of_one]
+    for part in rows_of_ranks.split(mini_batch_rows // ranks, dim=1):
+        rows = part.flatten().tolist()
+        for share, dealt in zip(shares, deal([costs[row] for row in rows], ranks), strict=True):
+            share += [rows[place] for place in dealt]
+    return [row for share in shares for row in share]
 
 
 def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
     """The responses of this rank's part of a mini-batch that train, for ``TrainingWorker.train_batch``: as many on
     every rank, at least one. In the workers; a collective of the engine's data-parallel group."""
-    trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
+    trained = trains(data["advantages"], data["response_mask"])
     rows = [row for row, is_trained in enumerate(trained) if is_trained]
-    row_lengths = sum(data[name].offsets().diff() for name in ("prompts", "responses")).tolist()
+    row_lengths = data["prompts"].offsets().diff() + data["responses"].offsets().diff()
     group = engine.get_data_parallel_group()
     lengths: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather_object(lengths, [row_lengths[row] for row in rows], group)
+    torch.distributed.all_gather_object(lengths, row_lengths[rows].tolist(), group)
     # At least one on each rank: a rank without a forward would keep the others waiting.
     count, micro_batch_rows = _count(engine, data, max(1, *map(len, lengths)))
 
-    fillers = count - len(rows)
-    everywhere = [
-        length
-        for of_rank in lengths
-        for length in (*of_rank, *[FILLER_TOKENS] * (count - len(of_rank)))
-    ]
     # verl estimates its operations a second by the lengths of all ranks' rows: those that are left.
+    everywhere = []
+    for rank_lengths in lengths:
+        everywhere += rank_lengths + [FILLER_TOKENS] * (count - len(rank_lengths))
     settings = {"global_token_num": NonTensorData(everywhere)}
     if micro_batch_rows is not None:
         settings["micro_batch_size_per_gpu"] = micro_batch_rows
-    if len(rows) == len(data) and not fillers:
+    if len(rows) == len(data) == count:
         tu.assign_non_tensor(data, **settings)
         return data
 
-    # A filler is a copy of row 0, cut to a prompt token and a response token. Its fields of the loss, the mask
-    # included, are 0.
-    batch = tu.index_select_tensor_dict(data, rows + [0] * fillers)
-    for name in CUT.keys() & batch.keys():
-        values = list(batch[name].unbind())
-        for row in range(len(rows), count):
-            values[row] = values[row][..., : CUT[name]]
-            if name in OF_LOSS:
-                values[row] = torch.zeros_like(values[row])
-        batch[name] = nested(values)
-    if PLACES in batch.keys():  # noqa: SIM118  # a TensorDict has no `in`
+    fillers = [0] * (count - len(rows))
+    batch = tu.index_select_tensor_dict(data, rows + fillers)
+    for name in CUT.keys() & data.keys():
+        values = data[name].unbind()
+        # A filler is row 0, cut to a prompt token and a response token. Its fields of the loss, the mask included, are 0.
+        filler = values[0][..., : CUT[name]]
+        if name in OF_LOSS:
+            filler = torch.zeros_like(filler)
+        batch[name] = nested([values[row] for row in rows] + [filler for _ in fillers])
+    if PLACES in batch:
         batch[PLACES][len(rows) :] = -1
     # verl reads only the sum of this mask.
     tokens = data["loss_mask"].sum()
@@ -185,11 +183,9 @@ def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[i
     """Responses that every rank gets so that micro-batches come out even, and those of a micro-batch of fixed size, at
     most as many as before."""
     settings = engine.engine_config
-    if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=settings.use_dynamic_bsz):
+    if tu.get(data, "use_dynamic_bsz", settings.use_dynamic_bsz):
         return rows, None
-    largest = tu.get_non_tensor_data(
-        data, "micro_batch_size_per_gpu", default=settings.micro_batch_size_per_gpu
-    )
+    largest = tu.get(data, "micro_batch_size_per_gpu", settings.micro_batch_size_per_gpu)
     # 10 rows, at most 4 at a time, are 3 micro-batches of 4: 12 rows with fillers.
     micro_batches = -(-rows // largest)
     size = -(-rows // micro_batches)

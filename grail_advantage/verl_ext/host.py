@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
@@ -68,25 +69,8 @@ TURN_REWARDS = ("turn_rewards", options.CALL_REWARDS, "turn_scores", options.TOO
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
 
 
-@dataclass(frozen=True)
-class ActorHost:
-    """The actor's workers as :class:`grail_advantage.weigh.Host`."""
-
-    trainer: WeighingTrainer
-
-    def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
-        raise ValueError(
-            f"verl computes {', '.join(names)} before token weights, and the batch lacks them"
-        )
-
-    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
-        if not rows:
-            return []  # ranks are filled up with copies of a row, so a pass needs one
-        return self.trainer._run_pass(rows)
-
-
 class WeighingTrainer:
-    """Goes before a trainer of verl's in the bases."""
+    """Goes before a trainer of verl's in the bases, and is the :class:`grail_advantage.weigh.Host` of its actor."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
     settings: MethodSettings
@@ -140,12 +124,12 @@ class WeighingTrainer:
 
     def _look_at_data(self, *, updates: int) -> None:
         settings = self.settings
-        columns = self.train_dataset[0]
+        row = self.train_dataset[0]
         for column in settings.method.data_columns:
-            if column not in columns:
+            if column not in row:
                 files = settings.named("data.train_files")
                 raise ValueError(
-                    f"{settings.method.name} reads the column {column} of {files}, which has {[*columns]}"
+                    f"{settings.method.name} reads the column {column} of {files}, which has {[*row]}"
                 )
         if settings.dump is not None:
             self._dump = UpdateDump(settings, self.tokenizer, updates=updates)
@@ -189,17 +173,10 @@ class WeighingTrainer:
 
     def _field_names(self) -> list[str]:
         """The fields of the responses that this step reads; a run need not have those for the dump alone."""
-        s = self.settings
         method = self.settings.method
         # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
-        names = [
-            "prompts",
-            "responses",
-            "loss_mask",
-            "response_mask",
-            "advantages",
-            _reward_field(s),
-        ]
+        names = ["prompts", "responses", "loss_mask", "response_mask", "advantages"]
+        names.append(_reward_field(self.settings))
         names += [COLUMNS[name] for name in DUMPED if name in method.reads]
         if "examples" in method.reads:
             names += ["raw_prompt", *method.data_columns]
@@ -213,9 +190,8 @@ class WeighingTrainer:
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
         """Token weights of the responses with these keys, by their fields as far as the run has them, nested where they
         have a value a token."""
-        self._weighed = weigh(
-            self._rollouts(keys, data), self.settings.method, ActorHost(self), self._answers
-        )
+        rollouts = self._rollouts(keys, data)
+        self._weighed = weigh(rollouts, self.settings.method, self, self._answers)
         return self._weighed
 
     def _rollouts(self, keys: Sequence[str], data: TensorDict) -> Rollouts:
@@ -229,56 +205,56 @@ class WeighingTrainer:
             ValueError: the base advantages differ within a response, or something that the method reads is not there.
         """
         settings = self.settings
-        method = self.settings.method
-        reads = self.settings.method.reads
+        method = settings.method
+        # From the right, as a prompt's name may have underscores itself.
+        sessions = [
+            (session, int(output)) for session, output in (key.rsplit("_", 1) for key in keys)
+        ]
+        last = _last_outputs(sessions)
         prompts = list(data["prompts"].unbind())
         responses = list(data["responses"].unbind())
-        written_BT, mask_BT, advantages_BT = (
-            data[name].to_padded_tensor(0) for name in ("loss_mask", "response_mask", "advantages")
-        )
-        mask_BT = mask_BT.bool()
-        advantages_B = _of_responses(advantages_BT, mask_BT, settings)
+        written_BT = data["loss_mask"].to_padded_tensor(0).bool()
+        mask_BT = data["response_mask"].to_padded_tensor(0).bool()
+        advantages_B = _of_responses(data["advantages"].to_padded_tensor(0), mask_BT, settings)
         rewards_BT = data[_reward_field(settings)].to_padded_tensor(0)
+        sums_B = rewards_BT.double().sum(dim=1)
         # verl puts a session's reward on its last output; the earlier ones are judged by that.
-        judged_B = within_range(rewards_BT.double().sum(dim=1))[_last_outputs(keys)]
+        judged_B = within_range(sums_B)[last]
         if not judged_B.all():
             # Another trainer's advantages cannot be made again here: it loses these responses alone.
             if self._has_verls_advantages:
                 advantages_B = self._compared_without(keys, judged_B, rewards_BT, mask_BT)
             advantages_B = torch.where(judged_B, advantages_B, torch.nan)
+        rewards = None
+        if "rewards" in method.reads:
+            _check_outputs(keys, last, method)
+            rewards = torch.where(sums_B.isfinite(), sums_B, torch.nan)
         # 0: a list of rewards stays as it is, as nothing says which turn each is of.
         turns = [0] * len(keys)
-        fields = _fields(keys, data, method)
+        fields = _fields(last, data, method)
+        by_calls = isinstance(method, TurnMethod) and method.align == "calls" and method.rewards
         # verl's own agent loops make one call a turn at most.
         one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
-        if (
-            one_call
-            and isinstance(method, TurnMethod)
-            and method.align == "calls"
-            and method.rewards
-        ):
-            turns = [len(runs(written)) for written in written_BT.bool().numpy()]
-            fields[method.rewards] = list(map(list_a_turn, fields[method.rewards], turns))
+        if by_calls and one_call:
+            turns = [len(runs(written)) for written in written_BT.numpy()]
+            fields[by_calls] = list(map(list_a_turn, fields[by_calls], turns))
         rollouts = Rollouts(
             prompts=prompts,
             responses=responses,
             mask=mask_BT,
-            written=written_BT.bool(),
+            written=written_BT,
             advantages=advantages_B,
-            # _sums() refuses several outputs a session, which other methods may have.
-            rewards=_sums(keys, rewards_BT, method) if "rewards" in reads else None,
+            rewards=rewards,
             tokenizer=self.tokenizer,
             answer=settings.answer,
             truncated=truncated(
                 prompts, responses, settings, self._context_length, self._end_tokens
             ),
             groups=torch.tensor(group_numbers(keys)),
-            examples=_examples(data, settings) if "examples" in reads else None,
+            examples=_examples(data, settings) if "examples" in method.reads else None,
             fields=fields,
             columns=columns_of(data, COLUMNS),
-            sessions=[
-                (session, int(number)) for session, number in (key.rsplit("_", 1) for key in keys)
-            ],
+            sessions=sessions,
             keys=list(keys),
             mean=partial(mean_of_loss, settings),
             step=self.global_steps,
@@ -303,14 +279,9 @@ class WeighingTrainer:
         return True
 
     def _compared_without(
-        self,
-        keys: Sequence[str],
-        judged_B: torch.Tensor,
-        rewards_BT: torch.Tensor,
-        mask_BT: torch.Tensor,
-    ) -> torch.Tensor:
+        self, keys: Sequence[str], judged_B: Tensor, rewards_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
         """The base advantages (B,) by verl's code, as if the responses that are not judged were in no group."""
-        algorithm = self.config.algorithm
         base = self.settings[options.BASE]
         prompts = [key.rsplit("_", 2)[0] for key in keys]
         # A response that is not judged gets a group of its own, so that it moves no other group's mean.
@@ -318,9 +289,9 @@ class WeighingTrainer:
             prompt if judged else f"{prompt} without {row}"
             for row, (prompt, judged) in enumerate(zip(prompts, judged_B.tolist(), strict=True))
         ]
-        compared_BT = mask_BT & judged_B[:, None]  # some bases compare the whole batch
+        # Some bases compare the whole batch, over which NaN would spread.
+        compared_BT = mask_BT & judged_B[:, None]
         tensors = {
-            # 0 in place of NaN, which a base that compares the whole batch would spread.
             "token_level_rewards": torch.where(judged_B[:, None], rewards_BT, 0.0),
             "response_mask": compared_BT.long(),
         }
@@ -329,18 +300,18 @@ class WeighingTrainer:
             batch_keys=list(keys),
             adv_estimator=base,
             num_repeat=self.settings[options.GROUP_SIZE],
-            # True is verl's own default.
-            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
-            config=algorithm,
+            norm_adv_by_std_in_grpo=self.settings[options.BY_DEVIATION],
+            config=self.config.algorithm,
         )
         advantages_B = _of_responses(data.batch["advantages"], compared_BT, self.settings)
-        if base in COMPARING:  # of a single response they make its reward, or 0
+        # Of a single response these make its reward, or 0. A session counts once, whatever outputs it has.
+        if base in COMPARING:
             sessions = {
                 key.rsplit("_", 1)[0]: group for key, group in zip(keys, groups, strict=True)
             }
             sizes = Counter(sessions.values())
-            alone_B = torch.tensor([sizes[group] == 1 for group in groups])
-            advantages_B = torch.where(alone_B, 0.0, advantages_B)
+            is_alone_B = torch.tensor([sizes[group] == 1 for group in groups])
+            advantages_B = advantages_B.masked_fill(is_alone_B, 0.0)
         return advantages_B
 
     def _report(self, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
@@ -370,7 +341,7 @@ class WeighingTrainer:
                 rollouts, self.actor_rollout_wg, sent, log_probs_now, on_policy=self._on_policy()
             )
 
-    def _log_probs_now(self, batch: Any, places: Sequence[int]) -> torch.Tensor:
+    def _log_probs_now(self, batch: Any, places: Sequence[int]) -> Tensor:
         """Log-probabilities (B, T) of some of a batch's responses by the actor as it is."""
         raise NotImplementedError
 
@@ -378,19 +349,28 @@ class WeighingTrainer:
         """Whether the old log-probabilities are those of the actor before the update."""
         return not self.settings[options.BYPASS]
 
-    def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
-        """Scores of at least one row by a pass in the actor's workers."""
-        method = self.settings.method
-        costs = [self.settings.method.row_cost(row) for row in rows]
+    def columns(self, names: Sequence[str], selected: Sequence[int]) -> NoReturn:
+        raise ValueError(
+            f"verl computes {', '.join(names)} before token weights, and the batch lacks them"
+        )
+
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
+        """By a pass in the actor's workers."""
+        # Ranks are filled up with copies of a row, so a pass needs one.
+        if not rows:
+            return []
+        costs = list(map(method.row_cost, rows))
         groups = [row.group for row in rows] if method.whole_groups else None
         shares = deal(costs, data_parallel_size(self.actor_rollout_wg), groups)
         # Copies of the cheapest, which belong to no group, give all ranks equally many.
-        copy = replace(rows[costs.index(min(costs))], group=-1)
-        # verl deals a request out in equal parts: shares [0, 2] and [1] go as 0, 2, 1 and a copy.
+        with_copy = [*rows, replace(rows[costs.index(min(costs))], group=-1)]
+        # verl deals a request out in equal parts: shares [0, 2] and [1] of 3 rows go as 0, 2, 1 and the copy, 3.
         count = max(map(len, shares))
-        order = [place for share in shares for place in (*share, *[None] * (count - len(share)))]
+        order = []
+        for share in shares:
+            order += share + [len(rows)] * (count - len(share))
         request = build_request(
-            [copy if place is None else rows[place] for place in order],
+            [with_copy[place] for place in order],
             method,
             temperature=self.settings[f"{options.ROLLOUT}.temperature"],
             step=self.global_steps,
@@ -398,7 +378,7 @@ class WeighingTrainer:
         )
         with marked_timer(f"{TIMING}_pass", self.timing_raw, color="purple"):
             reply = self.actor_rollout_wg.compute_token_scores(request)
-        # All copies are under None, which nobody asks for.
+        # All copies are under one place, which nobody asks for.
         scores = dict(zip(order, rows_of(reply), strict=True))
         return [scores[place] for place in range(len(rows))]
 
@@ -407,65 +387,59 @@ def _reward_field(settings: Settings) -> str:
     return "token_level_rewards" if settings[options.KL_IN_REWARD] else REWARDS
 
 
-def _of_responses(
-    advantages_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Settings
-) -> torch.Tensor:
+def _of_responses(advantages_BT: Tensor, mask_BT: Tensor, settings: Settings) -> Tensor:
     """The advantage of each response, (B,): verl gives it to every token that trains, and 0 to the others. NaN where it
     cannot train."""
     advantages_BT = torch.where(mask_BT, advantages_BT, 0.0)
     usable_B = within_range(advantages_BT).all(dim=1)
-    lowest_B = torch.where(mask_BT, advantages_BT, torch.inf).amin(dim=1)
-    highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
-    if ((lowest_B < highest_B) & usable_B).any():
+    # Of the first token that trains; 0 where none does.
+    first_B1 = advantages_BT.gather(1, mask_BT.int().argmax(dim=1, keepdim=True))
+    if ((mask_BT & (advantages_BT != first_B1)).any(dim=1) & usable_B).any():
         base = settings.named(options.BASE)
         raise ValueError(
             f"{base} gives the tokens of a response different advantages; token weights multiply one"
         )
-    # 0 outside the mask, one value inside: the largest by size is the response's.
-    of_B = advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1)
-    return torch.where(usable_B, of_B, torch.nan)
+    return torch.where(usable_B, first_B1.squeeze(1), torch.nan)
 
 
-def mean_of_loss(settings: Settings, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+def mean_of_loss(settings: Settings, values_BT: Tensor, mask_BT: Tensor) -> float:
     """The mean over a batch as the run's loss takes it."""
-    how = {
-        name: settings[f"{options.ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")
-    }
-    return float(agg_loss(loss_mat=values_BT, loss_mask=mask_BT.to(values_BT.dtype), **how))
+    mean = agg_loss(
+        loss_mat=values_BT,
+        loss_mask=mask_BT.to(values_BT.dtype),
+        loss_agg_mode=settings[options.AGGREGATION],
+        loss_scale_factor=settings[options.SCALE],
+    )
+    return float(mean)
 
 
 def _examples(data: TensorDict, settings: MethodSettings) -> list[Example]:
-    options = settings["data.apply_chat_template_kwargs"] or {}
-    names = settings.method.data_columns
-    columns = [tu.get(data, name) for name in names]
+    template_options = settings["data.apply_chat_template_kwargs"] or {}
+    columns = {name: tu.get(data, name) for name in settings.method.data_columns}
     return [
-        Example(messages, dict(zip(names, values, strict=True)), options)
-        for messages, *values in zip(tu.get(data, "raw_prompt"), *columns, strict=True)
+        Example(messages, {name: values[row] for name, values in columns.items()}, template_options)
+        for row, messages in enumerate(tu.get(data, "raw_prompt"))
     ]
 
 
-def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[str, list[Any]]:
+def _fields(last: Sequence[int], data: TensorDict, method: BaseMethod) -> dict[str, list[Any]]:
     """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the
-    batch, whichever has the name first. The reward function sees a whole session: what it returned is the last
+    batch, whichever has the name first. The reward function sees a whole session: what it returned is the ``last``
     output's, of which verl gives the earlier ones a copy."""
     if not method.field_names:
         return {}
+    added = []
     # Without extra_fields each name is a column, or nowhere.
-    extra = [
-        dict(entry) if isinstance(entry, Mapping) else {}
-        for entry in objects(data, "extra_fields") or ()
-    ]
-    of_reward = [(entry.get("reward_extra_info") or {}) for entry in extra]
-    last = _last_outputs(keys)
-    copies = [
-        dict.fromkeys(info) if last[row] != row else info for row, info in enumerate(of_reward)
-    ]
-    added = [{**entry, **info} for entry, info in zip(extra, copies, strict=True)]
+    for row, extra in enumerate(objects(data, "extra_fields") or ()):
+        entry = dict(extra) if isinstance(extra, Mapping) else {}
+        returned = entry.get("reward_extra_info") or {}
+        added.append({**entry, **(dict.fromkeys(returned) if last[row] != row else returned)})
     fields = {}
     for name in method.field_names:
+        values = objects(data, name)
         # None is a value: a batch in which no response called a tool has nothing else.
-        in_column = not any(name in entry for entry in added)
-        values = objects(data, name) if in_column else [entry.get(name) for entry in added]
+        if any(name in entry for entry in added):
+            values = [entry.get(name) for entry in added]
         if values is None:
             raise ValueError(
                 f"{method.name} reads field:{name}, which no response has: compute_score must return it, the agent "
@@ -475,20 +449,15 @@ def _fields(keys: Sequence[str], data: TensorDict, method: BaseMethod) -> dict[s
     return fields
 
 
-def _sums(keys: Sequence[str], rewards_BT: torch.Tensor, method: BaseMethod) -> torch.Tensor:
-    """The rewards of the responses, (B,), NaN where they are not finite.
-
-    Raises:
-        ValueError: an agent loop that returns several outputs a session, and a method that does not know sessions.
-    """
-    for key, last in zip(keys, _last_outputs(keys), strict=True):
-        if "sessions" not in method.reads and keys[last] != key:
+def _check_outputs(keys: Sequence[str], last: Sequence[int], method: BaseMethod) -> None:
+    """ValueError: an agent loop that returns several outputs a session, and a method of rewards that does not know
+    sessions. Other methods may have them."""
+    for row, last_row in enumerate(last):
+        if "sessions" not in method.reads and last_row != row:
             raise ValueError(
-                f"{method.name} reads one reward a response, and {key} and {keys[last]} are outputs of one session, "
-                "which share theirs; have the agent loop return one output"
+                f"{method.name} reads one reward a response, and {keys[row]} and {keys[last_row]} are outputs of one "
+                "session, which share theirs; have the agent loop return one output"
             )
-    sums_B = rewards_BT.double().sum(dim=1)
-    return torch.where(sums_B.isfinite(), sums_B, torch.nan)
 
 
 def group_numbers(keys: Sequence[str]) -> list[int]:
@@ -498,23 +467,21 @@ def group_numbers(keys: Sequence[str]) -> list[int]:
     return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
 
 
-def _last_outputs(keys: Sequence[str]) -> list[int]:
+def _last_outputs(sessions: Sequence[tuple[str, int]]) -> list[int]:
     """For each response the place of the last output of its session, whose reward is the session's."""
-    last: dict[str, tuple[int, int]] = {}
-    for row, key in enumerate(keys):
-        session, output = key.rsplit("_", 1)
-        # As numbers: by text, output 10 would come before output 9.
-        last[session] = max(last.get(session, (-1, row)), (int(output), row))
-    return [last[key.rsplit("_", 1)[0]][1] for key in keys]
+    rows = range(len(sessions))
+    # By the output's number, so that the last one of a session stays.
+    last = {sessions[row][0]: row for row in sorted(rows, key=lambda row: sessions[row][1])}
+    return [last[session] for session, _ in sessions]
 
 
 def truncated(
-    prompts: Sequence[torch.Tensor],
-    responses: Sequence[torch.Tensor],
+    prompts: Sequence[Tensor],
+    responses: Sequence[Tensor],
     settings: Settings,
     context_length: int,
     end_tokens: set[int],
-) -> torch.Tensor:
+) -> Tensor:
     """Which responses reached the length limit without an end token; bool (B,).
 
     The limit is that of verl's rollout servers (``generate`` of ``vLLMHttpServer``, ``TRTLLMHttpServer`` and, with one
@@ -522,10 +489,9 @@ def truncated(
     so a whole response has the same limit.
     """
     response_length = settings[f"{options.ROLLOUT}.response_length"]
-    longest = min(
-        settings[f"{options.ROLLOUT}.prompt_length"] + response_length,
-        context_length - (settings[f"{options.ROLLOUT}.name"] == "sglang"),
-    )
+    # The engines have all positions of the context but SGLang.
+    positions = context_length - (settings[f"{options.ROLLOUT}.name"] == "sglang")
+    longest = min(settings.longest, positions)
     at_limit = []
     for prompt, response in zip(prompts, responses, strict=True):
         long = len(response) >= min(response_length, longest - len(prompt))
@@ -540,9 +506,9 @@ def end_token_ids(
     """Token ids that end a response: the tokenizer's, and those that the rollout engine takes from the generation
     config."""
     from_model = getattr(generation_config, "eos_token_id", None)
-    if not isinstance(from_model, list):  # transformers takes one id or several
-        from_model = [from_model]
-    return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
+    # transformers takes one id or several.
+    ids = from_model if isinstance(from_model, list) else [from_model]
+    return {tokenizer.eos_token_id, *ids} - {None}
 
 
 def _facts(
@@ -551,17 +517,13 @@ def _facts(
     """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
     :func:`turn_rewards_label`."""
     judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
-    sums_B = (
-        columns_of(data, {REWARDS: REWARDS})
-        .get(REWARDS, torch.full((len(r), 1), torch.nan))
-        .sum(dim=1)
+    rewards_BT = columns_of(data, {REWARDS: REWARDS}).get(
+        REWARDS, torch.full((len(r), 1), math.nan)
     )
-    facts: dict[str, list[Any]] = {
-        name: [] for name in ("ground_truth", "reward", "outcome", "id", "labels")
-    }
-    for row, total in enumerate(sums_B.tolist()):
+    facts = defaultdict[str, list[Any]](list)
+    for row, total in enumerate(rewards_BT.sum(dim=1).tolist()):
         reward = total if math.isfinite(total) else None
-        # The reward function's own goes first
+        # The reward function's own verdict goes before its reward.
         verdict = _entry(_entry(extra[row], "reward_extra_info"), "acc")
         truth = _entry(judged[row], "ground_truth")
         source = sources[row]
@@ -578,15 +540,20 @@ def _facts(
     return facts
 
 
-def columns_of(data: TensorDict, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def columns_of(data: TensorDict, names: Mapping[str, str]) -> dict[str, Tensor]:
     """Those of the columns of numbers that were fetched, by verl's names, (B, T) float32 with 0 after the response."""
-    present = {name: verls for name, verls in names.items() if verls in data.keys()}  # noqa: SIM118
-    return {name: data[verls].to_padded_tensor(0).float() for name, verls in present.items()}
+    present = {name: tu.get(data, verls) for name, verls in names.items()}
+    return {
+        name: values.to_padded_tensor(0).float()
+        for name, values in present.items()
+        if values is not None
+    }
 
 
 def objects(data: TensorDict, name: str) -> list[Any] | None:
     """A column of any objects that were fetched; ``None`` where there is no such column."""
-    return list(tu.get(data, name)) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
+    values = tu.get(data, name)
+    return None if values is None else list(values)
 
 
 def turn_rewards_label(

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
@@ -33,24 +33,26 @@ class OwnForward:
     """The old log-probabilities and entropies that an update's first forward gave to this rank's responses."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, dict[int, torch.Tensor]] = {OLD_LOG_PROBS: {}, ENTROPY: {}}
+        self.columns: dict[str, dict[int, Tensor]] = {OLD_LOG_PROBS: {}, ENTROPY: {}}
         """Values (T,) of each response, by its place in the update's batch."""
         self._loss_reads_entropy = False
 
     @contextmanager
     def of_update(self, worker: Any, data: TensorDict) -> Iterator[None]:
         """Within, the loss function of verl's ``TrainingWorker`` gets old log-probabilities."""
-        self._loss_reads_entropy = tu.get_non_tensor_data(data, CALCULATE, default=False)
+        self._loss_reads_entropy = tu.get(data, CALCULATE, default=False)
         loss_fn = worker.loss_fn
         entropy_from_logits = worker.engine.compute_entropy_from_logits
 
         def with_old_log_probs(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
-            old_log_probs = self._keep(OLD_LOG_PROBS, model_output["log_probs"], data)
+            data["old_log_probs"] = nested(
+                self._keep(OLD_LOG_PROBS, model_output["log_probs"], data)
+            )
             if ENTROPY in model_output:
                 self._keep(ENTROPY, model_output[ENTROPY], data)
             if not self._loss_reads_entropy:
-                model_output.pop(ENTROPY, None)  # or the loss would report an entropy bonus
-            data["old_log_probs"] = nested(old_log_probs)
+                # Or the loss would report an entropy bonus.
+                model_output.pop(ENTROPY, None)
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
         worker.loss_fn = with_old_log_probs
@@ -67,7 +69,7 @@ class OwnForward:
         first_epoch = not self.columns[OLD_LOG_PROBS]
         tu.assign_non_tensor(data, **{CALCULATE: first_epoch or self._loss_reads_entropy})
 
-    def _keep(self, name: str, values: torch.Tensor, data: TensorDict) -> Sequence[torch.Tensor]:
+    def _keep(self, name: str, values: Tensor, data: TensorDict) -> Sequence[Tensor]:
         """Returns those of the first epoch for a micro-batch, and keeps them if this is it. ``values``: nested, of
         prompt and response."""
         places_R = data[PLACES][:, 0].tolist()
@@ -85,13 +87,13 @@ class OwnForward:
 
 
 def columns_of_ranks(
-    ranks: Sequence[Mapping[str, Mapping[int, torch.Tensor]] | None], rollouts: Rollouts
-) -> dict[str, torch.Tensor]:
+    ranks: Sequence[Mapping[str, Mapping[int, Tensor]] | None], rollouts: Rollouts
+) -> dict[str, Tensor]:
     """The columns of all ranks that have any, float32 (B, T); NaN in responses that were not in the update."""
-    empty = partial(torch.full, rollouts.mask.shape, torch.nan, dtype=torch.float32, device="cpu")
-    columns = {name: empty() for name in (OLD_LOG_PROBS, ENTROPY)}
-    for of_rank in ranks:
-        for name, of_responses in (of_rank or {}).items():
+    nothing_BT = torch.full(rollouts.mask.shape, torch.nan, dtype=torch.float32, device="cpu")
+    columns = {OLD_LOG_PROBS: nothing_BT, ENTROPY: nothing_BT.clone()}
+    for of_rank in filter(None, ranks):
+        for name, of_responses in of_rank.items():
             for place, values_T in of_responses.items():
                 columns[name][place, : len(values_T)] = values_T
     return columns

@@ -40,28 +40,28 @@ def wrap_entry(module: str) -> None:
     verl has loaded its plug-ins: ``main`` calls the first before Ray starts, ``run`` the second in its first line. Can
     go when verl lets a registered estimator check the configuration and name its trainer.
     """
-    validate = verl.utils.config.validate_config
-    configure: Any = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
     if entry_is_wrapped():
         return
+    validate = verl.utils.config.validate_config
+    configure: Any = getattr(verl.utils.logging_utils, "configure_verl_logging", None)
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        import_module(module).start_run(
-            config, functools.partial(validate, config, *args, **kwargs)
-        )
+        validates = functools.partial(validate, config, *args, **kwargs)
+        import_module(module).start_run(config, validates)
 
+    setattr(validate_config, WRAPPED, True)
+    verl.utils.config.validate_config = validate_config
+    # A verl without the v1 trainers has an older one, which needs no registration.
+    if configure is None:
+        return
+
+    @functools.wraps(configure)
     def configure_verl_logging() -> None:
         import_module(module).register_trainers()
         configure()
 
-    setattr(validate_config, WRAPPED, True)
-    verl.utils.config.validate_config = validate_config
-    # Else a verl without the v1 trainers, whose older one needs no registration
-    if configure is not None:
-        verl.utils.logging_utils.configure_verl_logging = functools.wraps(configure)(
-            configure_verl_logging
-        )
+    verl.utils.logging_utils.configure_verl_logging = configure_verl_logging
 
 
 def entry_is_wrapped() -> bool:
@@ -89,34 +89,25 @@ def base_mode(trainer_class: type) -> str:
 
 
 @contextmanager
-def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
-    """While open, ``algorithm.adv_estimator`` is ``name``.
+def base_advantages(algorithm: DictConfig, base: str, *, corrects: bool) -> Iterator[None]:
+    """While open, ``algorithm.adv_estimator`` is ``base``, and unless ``corrects``, ``algorithm.rollout_correction`` is
+    ``None``.
 
-    Works around ``verl.trainer.ppo.v1.utils.compute_advantage_for_multi_trajectories``, which counts each output of a
-    multi-output session as a session of its own unless the estimator is called ``grpo``. Can go when a registered
-    estimator can say that it works by sessions.
+    The first works around ``verl.trainer.ppo.v1.utils.compute_advantage_for_multi_trajectories``, which counts each
+    output of a multi-output session as a session of its own unless the estimator is called ``grpo``, the second around
+    ``PPOTrainer._compute_advantage``, which compares the rollout's log-probabilities with the old ones wherever the
+    section is there, also where it corrects nothing. Can go when a registered estimator can say that it works by
+    sessions, and when verl asks whether it corrects.
     """
-    configured = algorithm.adv_estimator
-    algorithm.adv_estimator = name
+    changes: dict[str, Any] = {"adv_estimator": base}
+    if not corrects:
+        changes["rollout_correction"] = None
+    configured = {name: algorithm.get(name) for name in changes}
+    algorithm.update(changes)
     try:
         yield
     finally:
-        algorithm.adv_estimator = configured
-
-
-@contextmanager
-def without_correction(algorithm: DictConfig) -> Iterator[None]:
-    """While open, ``algorithm.rollout_correction`` is ``None``.
-
-    Works around ``PPOTrainer._compute_advantage``, which compares the rollout's log-probabilities with the old ones
-    wherever the section is there, also where it corrects nothing. Can go when verl asks whether it corrects.
-    """
-    configured = algorithm.get("rollout_correction")
-    algorithm.rollout_correction = None
-    try:
-        yield
-    finally:
-        algorithm.rollout_correction = configured
+        algorithm.update(configured)
 
 
 def use_ray_trainer(trainer_class: type) -> None:
@@ -185,7 +176,5 @@ def copy_saved_shards(saved_models: dict[int, Any], name: int) -> None:
     saved = saved_models[name]
     if isinstance(saved, tuple):
         shards, global_spec = saved
-        saved_models[name] = (
-            {key: (shard.clone(), spec) for key, (shard, spec) in shards.items()},
-            global_spec,
-        )
+        copies = {key: (shard.clone(), spec) for key, (shard, spec) in shards.items()}
+        saved_models[name] = (copies, global_spec)

@@ -110,35 +110,28 @@ class TokenWeightRayTrainer(WeighingTrainer, RayPPOTrainer):
     def _fields(self, data: DataProto) -> tuple[list[str], TensorDict]:
         """The keys of the responses, and their fields as the v1 trainers have them in TransferQueue."""
         tensors = data.batch
-        objects = data.non_tensor_batch
-        values = {
-            **tensors,
-            WRITTEN: tensors.pop(WRITTEN, tensors["response_mask"]),
-        }  # without it in bypass mode
-        # _compute_old_log_prob() put it there for the method alone.
+        values = {**tensors}
+        # In bypass mode _compute_old_log_prob(), which adds both for the method alone, did not run.
+        values[WRITTEN] = tensors.pop(WRITTEN, tensors["response_mask"])
         tensors.pop(ENTROPY, None)
-        widths = [tensors[name].shape[1] for name in ("prompts", "responses")]
-        asked_BL, answered_BT = tensors["attention_mask"].bool().split(widths, dim=1)
-        fields: dict[str, Any] = {
-            name: nested([ids[is_token] for ids, is_token in zip(tensors[name], mask, strict=True)])
-            for name, mask in (("prompts", asked_BL), ("responses", answered_BT))
-        }
-        lengths = answered_BT.sum(dim=1).tolist()
-        rows = [{name: column[row] for name, column in objects.items()} for row in range(len(data))]
-        entries = [
-            {**self._columns.get(row["uid"], {}), **row, "extra_fields": row} for row in rows
-        ]
-        for name in self._field_names():
-            if name in values and name not in fields:
-                fields[name] = nested(
-                    [of_T[:length] for of_T, length in zip(values[name], lengths, strict=True)]
-                )
-            elif name in entries[0]:
-                fields[name] = [row[name] for row in entries]
+        is_token_BL = tensors["attention_mask"].bool()
+        width = tensors["prompts"].shape[1]
         seen = Counter[str]()
         keys = []
-        for row in rows:
+        entries = []
+        for row in range(len(data)):
+            entry = {name: column[row] for name, column in data.non_tensor_batch.items()}
+            uid = entry["uid"]
+            entries.append({**self._columns.get(uid, {}), **entry, "extra_fields": entry})
             # A uid names the prompt, and each of its responses is a session with one output.
-            keys.append(f"{row['uid']}_{seen[row['uid']]}_0")
-            seen[row["uid"]] += 1
+            keys.append(f"{uid}_{seen[uid]}_0")
+            seen[uid] += 1
+        fields: dict[str, Any] = {}
+        for name in self._field_names():
+            if name in values:
+                is_token = is_token_BL[:, :width] if name == "prompts" else is_token_BL[:, width:]
+                rows = zip(values[name], is_token, strict=True)
+                fields[name] = nested([values_T[is_token_T] for values_T, is_token_T in rows])
+            elif name in entries[0]:
+                fields[name] = [entry[name] for entry in entries]
         return keys, tu.get_tensordict(fields)

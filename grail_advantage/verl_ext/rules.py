@@ -1,5 +1,6 @@
-"""verl's rules (:mod:`grail_advantage.rules`): settings with which a method's numbers would silently be wrong, or not what
-somebody may think, and those with which leaving responses out would change the update.
+"""verl's rules: settings with which a method's numbers would silently be wrong, or not what somebody may think, and
+those with which leaving responses out would change the update. Each rule has its option, when settings break it, the
+reason and the remedy (:class:`grail_advantage.rules.Rule`).
 
 What fails by itself, with words that name the cause, may fail; what has not been tried is in docs/works_with.md.
 """
@@ -9,15 +10,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 from omegaconf import OmegaConf
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.utils.tracking import Tracking
 
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.answers.tokenizers import check_round_trip
@@ -145,11 +149,8 @@ def why_not_skip(
     loaded, where it is known; ``probe`` asks it whether responses depend on those beside them, where nothing else is
     against it."""
     why = first_broken(AGAINST_SKIPPING, s)
-    if (
-        not why
-        and model is not None
-        and getattr(model.get_text_config(), "output_router_logits", False)
-    ):
+    routers = model is not None and getattr(model.get_text_config(), "output_router_logits", False)
+    if routers and not why:
         why = "output_router_logits=True of the model: the loss of the routers reads every response"
     return why or _depends(probe)
 
@@ -163,10 +164,8 @@ def why_not_reuse(
 
 
 def _depends(probe: Callable[[], Finding] | None) -> str:
-    if probe is None:
-        return ""
-    finding = probe()
-    if finding.holds:
+    finding = None if probe is None else probe()
+    if finding is None or finding.holds:
         return ""
     return f"in this model responses depend on those beside them, or on chance: {finding}"
 
@@ -177,18 +176,9 @@ def _depends(probe: Callable[[], Finding] | None) -> str:
 @cache
 def _verls_defaults() -> dict[str, Any]:
     """verl's options by their full names."""
-
-    def flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in section.items():
-            if isinstance(value, Mapping):
-                yield from flat(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
-    config: Any = OmegaConf.to_container(
-        OmegaConf.load(str(files("verl") / DEFAULTS)), resolve=False
-    )
-    return dict(flat(config, ""))
+    config: Any = OmegaConf.to_container(OmegaConf.load(str(files("verl") / DEFAULTS)))
+    (defaults,) = pd.json_normalize(config).to_dict("records")
+    return defaults
 
 
 IS_THRESHOLD = f"{CORRECTION}.rollout_is_threshold"
@@ -201,39 +191,30 @@ def _given_as_text(s: Settings) -> str:
     numbers = [
         name
         for name, default in _verls_defaults().items()
-        if isinstance(default, bool | int | float)
+        if isinstance(default, bool | int | float) and name != IS_THRESHOLD
     ]
-    numbers.remove(IS_THRESHOLD)
-    names = sorted((*numbers, *NUMBERS), key=lambda name: name.startswith("actor_rollout_ref."))
-    return next((name for name in names if isinstance(s[name], str)), "")
+    texts = [name for name in (*numbers, *NUMBERS) if isinstance(s[name], str)]
+    return min(texts, key=lambda name: name.startswith("actor_rollout_ref."), default="")
 
 
 def _unknown_loggers(s: Settings) -> list[str]:
-    from verl.utils.tracking import Tracking
-
     loggers = s["trainer.logger"] or ()
     loggers = [loggers] if isinstance(loggers, str) else loggers
     return [name for name in loggers if name not in (*Tracking.supported_backend, "tracking")]
 
 
-def _known_loggers(_: Settings) -> str:
-    from verl.utils.tracking import Tracking
-
-    return f"choose of {', '.join(Tracking.supported_backend)}"
-
-
 EVERY_RUN = (
     Rule(
-        option=("trainer.*", "data.*", "actor_rollout_ref.*"),
-        when=_given_as_text,
-        because="verl computes with it, and this is a text",
-        remedy=lambda s: f"give a value such as {_verls_defaults().get(_given_as_text(s)) or 8}",
+        ("trainer.*", "data.*", "actor_rollout_ref.*"),
+        _given_as_text,
+        "verl computes with it, and this is a text",
+        lambda s: f"give a value such as {_verls_defaults().get(_given_as_text(s)) or 8}",
     ),
     Rule(
-        option="trainer.logger",
-        when=_unknown_loggers,
-        because="verl has no such logger",
-        remedy=_known_loggers,
+        "trainer.logger",
+        _unknown_loggers,
+        "verl has no such logger",
+        f"choose of {', '.join(Tracking.supported_backend)}",
     ),
 )
 """Of every run of this project, with an estimator of verl's, too."""
@@ -242,8 +223,6 @@ EVERY_RUN = (
 
 
 def _no_base(s: Settings) -> bool:
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-
     return s[BASE] not in ADV_ESTIMATOR_REGISTRY.keys() - {*TOKEN_BASES, *methods()}
 
 
@@ -261,34 +240,29 @@ def _chose_deviation(s: Settings) -> bool:
 
 def _half(s: Settings) -> bool:
     # bf16 is what verl's engine takes where nothing is said.
-    return str(s[PARAM_DTYPE] or "bf16") in ("bf16", "bfloat16")
+    return s[PARAM_DTYPE] in (None, "bf16", "bfloat16")
 
 
 def _underflowing(s: MethodSettings) -> str:
     """The option that asks for half of float32's exponents, of a method that takes gradients of the answer."""
-    if s.method.uses not in ("saliency", "logits"):
-        return ""
-    return next(
-        (name for name in (PARAM_DTYPE, MODEL_DTYPE) if str(s[name]) in ("fp16", "float16", "16")),
-        "",
-    )
+    for option in (PARAM_DTYPE, MODEL_DTYPE):
+        if s.method.uses in ("saliency", "logits") and str(s[option]) in ("fp16", "float16", "16"):
+            return option
+    return ""
 
 
 def _coarse_entropy(s: MethodSettings) -> str:
     """verl's option, in the actor's section or in that of its engine, where a method would rank coarse values."""
-    if not s.method.ranks_entropy or not _half(s):
-        return ""
-    option = (
-        CHUNKING if s[CHUNKING] is not None else CHUNKING.replace(ACTOR, f"{ACTOR}.{s[STRATEGY]}")
-    )
-    return "" if s[option] else option
+    option = CHUNKING
+    if s[option] is None:
+        option = CHUNKING.replace(ACTOR, f"{ACTOR}.{s[STRATEGY]}")
+    return option if s.method.ranks_entropy and _half(s) and not s[option] else ""
 
 
 def _slicing(s: MethodSettings) -> str:
     """The option of the two by which a rank has a slice of each sequence, and the method a pass."""
-    if not s.sliced or not s.method.uses:
-        return ""
-    return max(SLICES, key=lambda option: s[option] or 1)
+    option = max(SLICES, key=lambda option: s[option] or 1)
+    return option if s.sliced and s.method.uses else ""
 
 
 def _adapts_head(s: Settings) -> bool:
@@ -323,7 +297,7 @@ def _discount(s: MethodSettings) -> str:
 
 def _lengths_in_loss(s: Settings) -> str:
     """The option by which the loss divides by numbers of tokens."""
-    # It has each response's mean over its tokens, whatever loss_agg_mode says
+    # It has each response's mean over its tokens, whatever loss_agg_mode says.
     if s[LOSS] == "sapo":
         return LOSS
     if s[AGGREGATION] == "seq-mean-token-sum":
@@ -337,164 +311,162 @@ def _several_updates(s: Settings) -> str:
     """The option by which a batch has several updates, whose old log-probabilities are those before the first."""
     if (s[BATCH] or 0) > (s[MINI_BATCH] or math.inf):
         return MINI_BATCH
-    if (s[EPOCHS] or 1) > 1:
-        return EPOCHS
-    return ""
+    return EPOCHS if (s[EPOCHS] or 1) > 1 else ""
 
 
 RULES = (
     Rule(
-        option=TRAINER_MODE,
-        when=lambda s: s.kind is None,
-        because="no trainer with token weights has this name",
-        remedy=f"use {' or '.join(TRAINER_MODES)}, or register one with the base TokenWeightTrainer in a module of "
+        TRAINER_MODE,
+        lambda s: s.kind is None,
+        "no trainer with token weights has this name",
+        f"use {' or '.join(TRAINER_MODES)}, or register one with the base TokenWeightTrainer in a module of "
         "VERL_USE_EXTERNAL_MODULES (docs/own_trainer.md)",
     ),
     Rule(
-        option=BASE,
-        when=_no_base,
-        because="token weights multiply one advantage a response, by an estimator of verl's",
-        remedy=f"choose one of {', '.join(BASES)}, or one that you register with verl's register_adv_est",
+        BASE,
+        _no_base,
+        "token weights multiply one advantage a response, by an estimator of verl's",
+        f"choose one of {', '.join(BASES)}, or one that you register with verl's register_adv_est",
     ),
     Rule(
-        option=BASE,
-        when=lambda s: s[BASE] == "gdpo" and s["trainer.use_v1"],
-        because="it compares parts of the reward, which verl's v1 trainers do not hand to it",
-        remedy=f"choose one of {', '.join(BASES)}",
+        BASE,
+        lambda s: s[BASE] == "gdpo" and s["trainer.use_v1"],
+        "it compares parts of the reward, which verl's v1 trainers do not hand to it",
+        f"choose one of {', '.join(BASES)}",
     ),
     Rule(
-        option=GROUP_SIZE,
-        when=lambda s: s[BASE] in COMPARING and (s[GROUP_SIZE] or 1) < 2,
-        because="the base compares the responses to a prompt",
-        remedy="use 2 or more (ROLLOUT_N of the launch scripts)",
+        GROUP_SIZE,
+        lambda s: s[BASE] in COMPARING and (s[GROUP_SIZE] or 1) < 2,
+        "the base compares the responses to a prompt",
+        "use 2 or more (ROLLOUT_N of the launch scripts)",
     ),
     Rule(
-        option=BASE,
-        when=lambda s: _compares_rewards(s) and s[BASE] != BASES[0],
-        because="the method compares the rewards itself",
-        remedy="leave it out",
+        BASE,
+        lambda s: _compares_rewards(s) and s[BASE] != BASES[0],
+        "the method compares the rewards itself",
+        "leave it out",
     ),
     Rule(
-        option=BY_DEVIATION,
-        when=lambda s: _compares_rewards(s) and _chose_deviation(s),
-        because="the method compares the rewards itself",
-        remedy="leave it out; some have an option deviation",
+        BY_DEVIATION,
+        lambda s: _compares_rewards(s) and _chose_deviation(s),
+        "the method compares the rewards itself",
+        "leave it out; some have an option deviation",
     ),
     Rule(
-        option=TEMPERATURE,
-        when=lambda s: not 0 < (s[TEMPERATURE] or 0) < math.inf,
-        because="the policy is the softmax at this temperature",
-        remedy="use one above 0",
+        TEMPERATURE,
+        lambda s: not 0 < (s[TEMPERATURE] or 0) < math.inf,
+        "the policy is the softmax at this temperature",
+        "use one above 0",
     ),
     Rule(
-        option=BYPASS,
-        when=lambda s: s[BYPASS] and ENTROPY in s.method.reads,
-        because="the method reads the entropy, which verl computes with the old log-probabilities",
-        remedy="use false",
+        BYPASS,
+        lambda s: s[BYPASS] and ENTROPY in s.method.reads,
+        "the method reads the entropy, which verl computes with the old log-probabilities",
+        "use false",
     ),
     Rule(
-        option=KL_LOSS,
-        when=lambda s: REF_LOG_PROBS in s.method.reads and not (s[KL_LOSS] or s[KL_IN_REWARD]),
-        because="the method reads reference log-probabilities, which verl computes where a KL term is on",
-        remedy=f"use true, with {ACTOR}.kl_loss_coef=0 for no such term, or {KL_IN_REWARD}=true",
+        KL_LOSS,
+        lambda s: REF_LOG_PROBS in s.method.reads and not (s[KL_LOSS] or s[KL_IN_REWARD]),
+        "the method reads reference log-probabilities, which verl computes where a KL term is on",
+        f"use true, with {ACTOR}.kl_loss_coef=0 for no such term, or {KL_IN_REWARD}=true",
     ),
     Rule(
-        option=BYPASS,
-        when=lambda s: s[BYPASS] and s.dump is not None and s.dump.effect_every,
-        because="an update's effect needs the actor's log-probabilities before it",
-        remedy="use false, or algorithm.token_dump.effect_every=0",
+        BYPASS,
+        lambda s: s[BYPASS] and s.dump is not None and s.dump.effect_every,
+        "an update's effect needs the actor's log-probabilities before it",
+        "use false, or algorithm.token_dump.effect_every=0",
     ),
     Rule(
         # Without chunks verl takes the entropy in the logits' own precision: a few dozen distinct values.
-        option=(CHUNKING,),
-        when=_coarse_entropy,
-        because="the method ranks tokens by entropy, which is coarse in bf16 without",
-        remedy="use true",
+        (CHUNKING,),
+        _coarse_entropy,
+        "the method ranks tokens by entropy, which is coarse in bf16 without",
+        "use true",
     ),
     Rule(
-        option=FUSED,
-        when=lambda s: s[FUSED] and s.method.uses in NEEDED_WHOLE,
-        because="the method reads whole logits or hidden states",
-        remedy="use false",
+        FUSED,
+        lambda s: s[FUSED] and s.method.uses in NEEDED_WHOLE,
+        "the method reads whole logits or hidden states",
+        "use false",
     ),
     Rule(
-        option=FUSED,
-        when=lambda s: s[FUSED] and s[STRATEGY] in ENGINES and _adapts_head(s),
-        because="fused kernels read the weight of lm_head without its adapter",
-        remedy=f"leave lm_head out of {TARGETS}, or use false",
+        FUSED,
+        lambda s: s[FUSED] and s[STRATEGY] in ENGINES and _adapts_head(s),
+        "fused kernels read the weight of lm_head without its adapter",
+        f"leave lm_head out of {TARGETS}, or use false",
     ),
     Rule(
-        option=SLICES,
-        when=lambda s: s.method.uses in NEEDED_WHOLE and _slicing(s),
-        because="the method reads whole logits or hidden states",
-        remedy="use 1",
+        SLICES,
+        lambda s: s.method.uses in NEEDED_WHOLE and _slicing(s),
+        "the method reads whole logits or hidden states",
+        "use 1",
     ),
     Rule(
-        option=SLICES,
-        when=lambda s: not s[PACKED] and _slicing(s),
-        because="verl slices only packed responses",
-        remedy=f"set {PACKED}=true, or use 1",
+        SLICES,
+        lambda s: not s[PACKED] and _slicing(s),
+        "verl slices only packed responses",
+        f"set {PACKED}=true, or use 1",
     ),
     Rule(
         # verl's Ulysses exchange is inside its flash attention, which it sets where nobody does.
-        option=ATTENTION,
-        when=lambda s: _slicing(s) and "flash" not in str(s[ATTENTION] or "flash_attention_2"),
-        because="with sequence parallelism only flash attention sees all slices",
-        remedy="use flash_attention_2",
+        ATTENTION,
+        lambda s: _slicing(s) and "flash" not in str(s[ATTENTION] or "flash_attention_2"),
+        "with sequence parallelism only flash attention sees all slices",
+        "use flash_attention_2",
     ),
     Rule(
-        option=LOSS,
-        when=lambda s: s[LOSS] == "geo_mean" and s.method.name != "uniform",
-        because="it averages the advantages over each response, weights and all",
-        remedy="use another loss or uniform",
+        LOSS,
+        lambda s: s[LOSS] == "geo_mean" and s.method.name != "uniform",
+        "it averages the advantages over each response, weights and all",
+        "use another loss or uniform",
     ),
     Rule(
-        option=STRATEGY,
-        when=lambda s: s.method.uses and s[STRATEGY] not in ENGINES,
-        because=f"the method's pass runs in {' and '.join(ENGINES)} alone",
-        remedy="use one of these, or a method without a pass",
+        STRATEGY,
+        lambda s: s.method.uses and s[STRATEGY] not in ENGINES,
+        f"the method's pass runs in {' and '.join(ENGINES)} alone",
+        "use one of these, or a method without a pass",
     ),
     Rule(
-        option=(PARAM_DTYPE, MODEL_DTYPE),
-        when=_underflowing,
-        because="the answer's gradients underflow in fp16",
-        remedy="use bf16 or fp32",
+        (PARAM_DTYPE, MODEL_DTYPE),
+        _underflowing,
+        "the answer's gradients underflow in fp16",
+        "use bf16 or fp32",
     ),
     Rule(
-        option=PARALLEL_CALLS,
-        when=lambda s: (
+        PARALLEL_CALLS,
+        lambda s: (
             getattr(s.method, "rewards", "") == TOOL_REWARDS and s[PARALLEL_CALLS] not in (0, 1)
         ),
-        because=f"verl's list of rewards, {TOOL_REWARDS}, does not tell their turns",
-        remedy="take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's "
+        f"verl's list of rewards, {TOOL_REWARDS}, does not tell their turns",
+        "take grail_advantage.verl_ext.tool_agent.TurnToolAgent and the method's "
         f"rewards={CALL_REWARDS}, or set 1",
     ),
     Rule(
-        option=METHOD,
-        when=lambda s: isinstance(s.method, Oar) and s.method.uses == "logits" and _half(s),
-        because="bf16 rounds most of the noise away, with which it compares two forwards (docs/methods.md)",
-        remedy=f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run",
+        METHOD,
+        lambda s: isinstance(s.method, Oar) and s.method.uses == "logits" and _half(s),
+        "bf16 rounds most of the noise away, with which it compares two forwards (docs/methods.md)",
+        f"{PARAM_DTYPE}=fp32 keeps it, at the price of a float32 run",
         warned=True,
     ),
     Rule(
-        option=LOSS,
-        when=lambda s: s[LOSS] in ("clip_cov", "kl_cov") and s.method.name != "uniform",
-        because="it picks tokens by the covariance of advantage and log-probability, which weights change",
-        remedy="another loss picks none",
+        LOSS,
+        lambda s: s[LOSS] in ("clip_cov", "kl_cov") and s.method.name != "uniform",
+        "it picks tokens by the covariance of advantage and log-probability, which weights change",
+        "another loss picks none",
         warned=True,
     ),
     Rule(
-        option=STRATEGY,
-        when=lambda s: not s.method.uses and s[STRATEGY] not in ENGINES,
-        because="no method has been run with this engine",
-        remedy=f"{' and '.join(ENGINES)} are tested",
+        STRATEGY,
+        lambda s: not s.method.uses and s[STRATEGY] not in ENGINES,
+        "no method has been run with this engine",
+        f"{' and '.join(ENGINES)} are tested",
         warned=True,
     ),
     Rule(
-        option=PENALTY,
-        when=lambda s: s[PENALTY] and s.method.mask_truncated,
-        because="most of it is for truncated responses, to which mask_truncated gives the advantage 0",
-        remedy=lambda s: (
+        PENALTY,
+        lambda s: s[PENALTY] and s.method.mask_truncated,
+        "most of it is for truncated responses, to which mask_truncated gives the advantage 0",
+        lambda s: (
             f"set algorithm.{s.method.section}.mask_truncated=false, or leave the penalty out"
         ),
         warned=True,
@@ -590,15 +562,16 @@ OBSTACLES = (
 
 
 def _against(shortcut: str) -> tuple[Rule, ...]:
-    rules = []
-    for obstacle in OBSTACLES:
-        because = getattr(obstacle, shortcut)
-        if because:
-            when = obstacle.when or itemgetter(obstacle.option)
-            rules.append(
-                Rule(option=obstacle.option, when=when, because=because, remedy="use auto")
-            )
-    return tuple(rules)
+    return tuple(
+        Rule(
+            obstacle.option,
+            obstacle.when or itemgetter(obstacle.option),
+            getattr(obstacle, shortcut),
+            "use auto",
+        )
+        for obstacle in OBSTACLES
+        if getattr(obstacle, shortcut)
+    )
 
 
 AGAINST_SKIPPING = _against("skip")

@@ -104,25 +104,24 @@ class Settings:
         for section in RESERVED:
             algorithm[section] = {**algorithm_sections()[section], **(algorithm.get(section) or {})}
         ours = algorithm["token_weights"]
-        dump = algorithm["token_dump"]
         ours["base"] = ours["base"] or BASES[0]
         check_choice(ours["missing_answers"], MISSING)
-        for option in (SKIP, REUSE):
-            choice = ours[option.removeprefix(SECTION)]
-            if choice not in ("auto", True, False):
-                raise ValueError(f"{option}={choice!r} is unknown; choose one of auto, true, false")
+        for option in ("skip_zero_advantage", "reuse_log_probs"):
+            if ours[option] not in ("auto", True, False):
+                raise ValueError(
+                    f"{SECTION}{option}={ours[option]!r} is unknown; choose one of auto, true, false"
+                )
         try:
             answer = answer_format(ours["answer"])
         except ValueError as error:
             raise ValueError(f"{SECTION}{error}") from error
-        dump_options = None
-        if dump["folder"] is not None:
-            folder = Path(str(dump["folder"])).expanduser().absolute()
-            dump_options = DumpOptions.of_section(DUMP.rstrip("."), {**dump, "folder": folder})
+        dump = None
+        section = algorithm["token_dump"]
+        if section["folder"] is not None:
+            folder = Path(str(section["folder"])).expanduser().absolute()
+            dump = DumpOptions.of_section(DUMP.rstrip("."), {**section, "folder": folder})
         method = build(name, algorithm.get(methods()[name].section))
-        return MethodSettings(
-            config=plain, kind=kind, method=method, answer=answer, dump=dump_options
-        )
+        return MethodSettings(config=plain, kind=kind, method=method, answer=answer, dump=dump)
 
     def __getitem__(self, option: str) -> Any:
         """The value of an option by its full name; ``None`` where the configuration does not have it."""
@@ -165,15 +164,18 @@ class MethodSettings(Settings):
 def algorithm_sections() -> dict[str, Any]:
     """Returns the sections below ``algorithm`` that verl does not have: those of all registered methods, every option
     at its default (``None`` where that depends on others), and those of the trainer."""
-    ours = {
-        "skip_zero_advantage": False,
-        "reuse_log_probs": False,
-        "answer": BOXED.name,
-        "missing_answers": CHOICES[0],
-        "base": BASES[0],
+    sections: dict[str, dict[str, Any]] = {
+        "token_weights": {
+            "skip_zero_advantage": False,
+            "reuse_log_probs": False,
+            "answer": BOXED.name,
+            "missing_answers": CHOICES[0],
+            "base": BASES[0],
+        },
+        "token_dump": {name: field.default for name, field in DumpOptions.model_fields.items()},
     }
-    dump = {"folder": None, "every": 1, "responses": 64, "received": True, "effect_every": 0}
-    sections: dict[str, Any] = {"token_weights": ours, "token_dump": dump}
+    # Without a folder nothing is written.
+    sections["token_dump"]["folder"] = None
     for method, cls in methods().items():
         sections[cls.section] = {
             # A mapping stays open: Hydra takes new keys in place of nothing only.

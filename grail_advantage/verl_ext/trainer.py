@@ -21,7 +21,6 @@ bypass mode they are the rollout engine's, whose policy the trainer does not hol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -44,6 +43,7 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, Rollouts, Row, RowScores
+from grail_advantage.method import BaseMethod
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.exchange import (
     LEAVE_OUT,
@@ -51,9 +51,9 @@ from grail_advantage.verl_ext.exchange import (
     WATCHED,
     mini_batch_rows,
     nested,
-    places_without_slots,
     trains,
     update_order,
+    update_places,
 )
 from grail_advantage.verl_ext.host import TIMING, WeighingTrainer, mean_of_loss
 from grail_advantage.verl_ext.own_forward import REUSE, columns_of_ranks
@@ -98,24 +98,21 @@ class TokenWeightTrainer(WeighingTrainer):
         return super()._compute_old_log_prob(batch, metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        algorithm = self.config.algorithm
-        # verl compares the rollout's log-probabilities with the old ones, also where nothing is corrected.
-        uncorrected = patches.without_correction(algorithm) if self._own_forward else nullcontext()
-        with patches.estimator_named(algorithm, self.settings[BASE]), uncorrected:
+        # verl compares the rollout's log-probabilities with the old ones, which the own forward gives later.
+        corrects = not self._own_forward
+        base = self.settings[BASE]
+        with patches.base_advantages(self.config.algorithm, base, corrects=corrects):
             batch = super()._compute_advantage(batch, metrics)
+        keys = batch.keys
+        partition = batch.partition_id
         with marked_timer(TIMING, self.timing_raw, color="purple"):
-            data = tq.kv_batch_get(
-                batch.keys, batch.partition_id, select_fields=self._field_names()
-            )
-            weighed = self._weigh(batch.keys, data)
+            data = tq.kv_batch_get(keys, partition, select_fields=self._field_names())
+            weighed = self._weigh(keys, data)
             values = response_to_nested(weighed.advantages, nested(weighed.rollouts.responses))
             # verl's metrics of a step read both.
-            fields = TensorDict(
-                {"advantages": values, "returns": values.clone()}, batch_size=len(batch)
-            )
-            written = tq.kv_batch_put(
-                keys=batch.keys, partition_id=batch.partition_id, fields=fields
-            )
+            columns = {"advantages": values, "returns": values.clone()}
+            fields = TensorDict(columns, batch_size=len(batch))
+            written = tq.kv_batch_put(keys=keys, partition_id=partition, fields=fields)
         of_run = [not tag.get("is_padding", False) for tag in batch.tags]
         metrics.update(self._report(of_run, update=self.local_trigger_step))
         return written
@@ -132,7 +129,7 @@ class TokenWeightTrainer(WeighingTrainer):
         request = batch
         sent = [True] * len(rollouts)
         if self._skips:
-            sent = trains(weighed.advantages.unbind(), rollouts.mask.unbind())
+            sent = trains(weighed.advantages, rollouts.mask)
             ranks = patches.data_parallel_size(self.actor_rollout_wg)
             request, figures = update_order(rollouts, sent, batch, self.settings, ranks)
             request.extra_info[LEAVE_OUT] = True
@@ -143,7 +140,7 @@ class TokenWeightTrainer(WeighingTrainer):
         if self._own_forward:
             request.extra_info[REUSE] = True
             # The workers keep by place what their forward gives (columns_of_ranks).
-            places_B2 = places_without_slots(len(rollouts))
+            places_B2 = update_places(len(rollouts))
         if marks is not None:
             # The dump's places are the same, with slots beside them.
             request.extra_info[WATCHED], places_B2 = marks
@@ -160,9 +157,8 @@ class TokenWeightTrainer(WeighingTrainer):
         if self._own_forward:
             metrics.update(self._take_own_forward(batch, rollouts))
         metrics.update(self._receive(batch, rollouts, sent))
-        if request is batch:
-            return written
-        return written.select_keys(batch.keys)  # in verl's order, not in that over the ranks
+        # In verl's order, not in that over the ranks.
+        return written if request is batch else written.select_keys(batch.keys)
 
     def _take_own_forward(self, batch: KVBatchMeta, rollouts: Rollouts) -> dict[str, float]:
         """Hand the columns of the update's own forward to the dump; verl's metrics of them, over the responses that were
@@ -174,9 +170,9 @@ class TokenWeightTrainer(WeighingTrainer):
         metrics = {}
         if self.settings[f"{ROLLOUT}.calculate_log_probs"]:
             names = ["responses", ROLLOUT_LOG_PROBS]
-            data = tq.kv_batch_get(
-                list(rollouts.keys), batch.partition_id, select_fields=names
-            ).to_padded_tensor()
+            keys = list(rollouts.keys)
+            fetched = tq.kv_batch_get(keys, batch.partition_id, select_fields=names)
+            data = fetched.to_padded_tensor()
             data[OLD_LOG_PROBS] = columns[OLD_LOG_PROBS]
             data["response_mask"] = updated_BT
             metrics.update(calculate_debug_metrics(DataProto(batch=data)))
@@ -193,14 +189,10 @@ class TokenWeightTrainer(WeighingTrainer):
         request = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
         self.actor_rollout_wg.compute_log_prob(replace(batch, fields=None, extra_info=request))
         keys = [batch.keys[place] for place in places]
-        data = tq.kv_batch_get(
-            keys, batch.partition_id, select_fields=["log_probs", "response_mask"]
-        )
-        return (
-            response_from_nested(data["log_probs"], data["response_mask"])
-            .to_padded_tensor(0)
-            .float()
-        )
+        names = ["log_probs", "response_mask"]
+        data = tq.kv_batch_get(keys, batch.partition_id, select_fields=names)
+        log_probs = response_from_nested(*(data[name] for name in names))
+        return log_probs.to_padded_tensor(0).float()
 
 
 @register_trainer("grail_sync")
@@ -229,17 +221,17 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
 
     actor_worker_class = TokenWeightDetachActorWorker
 
-    def _run_pass(self, rows: Sequence[Row]) -> list[RowScores]:
+    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
         """By the policy of the step's first update."""
         workers = self.actor_rollout_wg
         update = self.local_trigger_step
         # The first update is by that policy already; in bypass mode nobody here holds it.
-        if update == 0 or self.settings[BYPASS]:
-            return super()._run_pass(rows)
+        if not rows or update == 0 or self.settings[BYPASS]:
+            return super().scores(method, rows)
         workers.save_model_to_cpu(update)
         workers.restore_model_from_cpu(STEP_POLICY)
         try:
-            return super()._run_pass(rows)
+            return super().scores(method, rows)
         finally:  # the update that comes next is of the current policy
             workers.restore_model_from_cpu(update)
             workers.clear_cpu_model(update)

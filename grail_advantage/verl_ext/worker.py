@@ -3,7 +3,7 @@ what each token of the others receives (:mod:`grail_advantage.receipt`).
 
 :class:`UpdateReader` works around the loss function that verl gives the worker: it reads the gradient of the tensor of
 log-probabilities that goes into the loss, and changes nothing. Gradients are kept for the responses that the token dump
-writes. Shape suffixes: R responses of a rank, T response tokens, N packed tokens.
+writes. Shape suffixes: R responses of a rank, S tokens of prompt and response, T response tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from verl.single_controller.base.decorator import (
     Dispatch,
@@ -48,10 +49,8 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
     the data-parallel group calls it with the same number of responses, and every rank of a sequence-parallel group with
     the same responses."""
     names = ("temperature", "step", "pad_token")
-    model = EngineModel(
-        engine, **{name: tu.get_non_tensor_data(request, name, default=None) for name in names}
-    )
-    method: BaseMethod = tu.get_non_tensor_data(request, "signal", default=None)
+    model = EngineModel(engine, **{name: tu.get(request, name) for name in names})
+    method: BaseMethod = tu.get(request, "signal")
     rows = [replace(row, tokens=row.tokens.to(get_device_id())) for row in rows_of(request)]
     with engine.eval_mode():
         model.check_packing()
@@ -73,7 +72,10 @@ class UpdateReader:
     raises it."""
 
     def __init__(self) -> None:
-        self._number: Any = None
+        self._begin(None)
+
+    def _begin(self, number: Any) -> None:
+        self._number = number
         self._steps: list[OptimiserStep] = []
         self._error: Exception | None = None
 
@@ -90,18 +92,17 @@ class UpdateReader:
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             with self._attempt():
                 readings.append(
-                    (Gradient(model_output["log_probs"]), data[PLACES], *_lengths(data))
+                    (Gradient(model_output["log_probs"]), data[PLACES][:, 1], *_lengths(data))
                 )
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
         with self._attempt():
-            number = tu.get_non_tensor_data(data, WATCHED, default=None)
+            number = tu.get(data, WATCHED)
             if number != self._number:
                 # Steps of another update were not taken, and go.
-                self._number = number
-                self._steps = []
-                self._error = None
-            scaler = getattr(worker.engine, "scaler", None)  # of the gradients in float16
+                self._begin(number)
+            # Of the gradients in float16.
+            scaler = getattr(worker.engine, "scaler", None)
             scale = 1.0 if scaler is None else scaler.get_scale()
         worker.loss_fn = read
         try:
@@ -126,9 +127,7 @@ class UpdateReader:
         watched = self._number
         steps = self._steps
         error = self._error
-        self._number = None
-        self._steps = []
-        self._error = None
+        self._begin(None)
         if error is not None:
             raise error
         if number != watched:
@@ -136,55 +135,46 @@ class UpdateReader:
         return steps
 
 
-def _lengths(data: TensorDict) -> tuple[torch.Tensor, int]:
-    """The lengths of prompts and responses, (R, 2), and the width of the loss's tensors: that of the older trainer's
-    padded ones, else that of the longest response."""
+def _lengths(data: TensorDict) -> tuple[Tensor, int]:
+    """The lengths of the prompts, (R,), and the width of the loss's tensors: that of the older trainer's padded ones, else
+    that of the longest response."""
     prompts = data["prompts"]
     responses = data["responses"]
     if prompts.is_nested:
-        lengths_R2 = torch.stack([ids.offsets().diff() for ids in (prompts, responses)], dim=1)
-        return lengths_R2, int(lengths_R2[:, 1].max())
-    masks = data["attention_mask"].split([prompts.shape[1], responses.shape[1]], dim=1)
-    return torch.stack([mask.sum(dim=1) for mask in masks], dim=1), responses.shape[1]
+        return prompts.offsets().diff(), int(responses.offsets().diff().max())
+    return data["attention_mask"][:, : prompts.shape[1]].sum(dim=1), responses.shape[1]
 
 
 def _piece(
-    read: Gradient, places_R2: torch.Tensor, lengths_R2: torch.Tensor, width: int, scale: float
+    reading: Gradient, slots_R: Tensor, prompts_R: Tensor, width: int, scale: float
 ) -> Piece:
-    """A micro-batch after its backward."""
-    # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
-    # In its own type, which says how exact the gradient is
-    log_probs_N = read.log_probs.values().cpu()
-    gradient_N = (
-        torch.zeros_like(log_probs_N) if read.values is None else read.values.values().cpu() / scale
-    )
-    slots = []
-    # An empty row, taken off below: pad_sequence() refuses an empty list.
-    log_probs = [log_probs_N[:0]]
-    gradients = [gradient_N[:0]]
+    """A micro-batch after its backward, cut to the responses that have a slot."""
+    # In its own type, which says how exact the gradient is.
+    log_probs = reading.log_probs.cpu()
+    gradient = torch.zeros_like(log_probs) if reading.values is None else reading.values.cpu()
+    rows = zip(prompts_R.tolist(), log_probs.unbind(), gradient.unbind(), strict=True)
+    of_responses = []
+    gradients = []
     outside = []
-    start = 0
-    for (_, slot), (prompt, response) in zip(places_R2.tolist(), lengths_R2.tolist(), strict=True):
-        # Of a prompt of 3 and a response of 2 tokens, positions 2 and 3 predict the response.
-        first = start + prompt - 1
-        last = first + response
-        end = start + prompt + response
-        if slot >= 0:
-            slots.append(slot)
-            log_probs.append(log_probs_N[first:last])
-            gradients.append(gradient_N[first:last])
-            # Prompt tokens, and the last position, must have received nothing: check() names those that did.
-            outside.append(
-                float(torch.cat([gradient_N[start:first], gradient_N[last:end]]).abs().max())
-            )
-        start = end
+    for prompt, log_probs_S, gradient_S in rows:
+        # verl has each at the position before its token: of a prompt of 3 and a response of 2 tokens, positions 2 and 3
+        # predict the response.
+        of_responses.append(log_probs_S[prompt - 1 : -1])
+        gradients.append(gradient_S[prompt - 1 : -1])
+        # Prompt tokens, and the last position, must have received nothing: check() names those that did.
+        outside.append(torch.cat([gradient_S[: prompt - 1], gradient_S[-1:]]).abs().max())
+    slots_R = slots_R.cpu()
+    written_R = slots_R >= 0
     return Piece(
-        rows_b=torch.tensor(slots, dtype=torch.int64),
-        log_probs_bT=pad_sequence(log_probs, batch_first=True)[1:].clone(),
-        gradient_bT=pad_sequence(gradients, batch_first=True)[1:].clone(),
-        outside_b=torch.tensor(outside),
+        rows_b=slots_R[written_R],
+        log_probs_bT=pad_sequence(of_responses, batch_first=True)[written_R],
+        gradient_bT=pad_sequence(gradients, batch_first=True)[written_R] / scale,
+        outside_b=(torch.stack(outside)[written_R] / scale).float(),
         width=width,
     )
+
+
+TO_RANKS = make_nd_compute_dataproto_dispatch_fn(mesh_name="train")
 
 
 class TokenWeightTrainingWorker(TrainingWorker):
@@ -196,9 +186,7 @@ class TokenWeightTrainingWorker(TrainingWorker):
         self.update_reader = UpdateReader()
         self.own_forward = OwnForward()
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False
-    )
+    @register(dispatch_mode=TO_RANKS, blocking=False)
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
         """verl's, with old log-probabilities where the batch has none (:mod:`grail_advantage.verl_ext.own_forward`)."""
         if REUSE not in data:
@@ -207,25 +195,23 @@ class TokenWeightTrainingWorker(TrainingWorker):
         with self.own_forward.of_update(self, data):
             return super().train_mini_batch(data)
 
-    @register(
-        dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False
-    )
+    @register(dispatch_mode=TO_RANKS, blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.exchange`)."""
-        watched = WATCHED in data
-        reuses = REUSE in data
-        if watched or reuses:
+        places: list[int] = []
+        if PLACES in data:
             data = data.copy()
-            # TransferQueue may give it nested
-            data[PLACES] = places_R2 = torch.stack(data[PLACES].unbind())
-        if reuses:
+            # TransferQueue may give it nested.
+            data[PLACES] = torch.stack(data[PLACES].unbind())
+            # Of all responses: the loss's denominators count those that are left out, too.
+            places = data[PLACES][:, 0].tolist()
+        if REUSE in data:
             self.own_forward.ask_for_entropies(data)
         if LEAVE_OUT in data:
             data = without_zero_advantage(self.engine, data)
-        if not watched:
+        if WATCHED not in data:
             return super().train_batch(data)
-        # The places are those of all responses: the loss's denominators count the ones that were left out, too.
-        with self.update_reader.optimiser_step(self, data, places_R2[:, 0].tolist()):
+        with self.update_reader.optimiser_step(self, data, places):
             return super().train_batch(data)
 
 
@@ -247,7 +233,7 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
             return EngineModel(self.actor.engine, temperature=temperature).probe(layout, longest)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def take_own_forward(self) -> dict[str, dict[int, torch.Tensor]] | None:
+    def take_own_forward(self) -> dict[str, dict[int, Tensor]] | None:
         """The columns of the latest update's own forward (:class:`OwnForward`) on this rank, on the CPU; nothing from
         the other ranks of a sequence-parallel group, which have the same responses."""
         columns = self.actor.own_forward.columns
@@ -255,8 +241,8 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
         if not self.actor.engine.is_mp_src_rank_with_outputs():
             return None
         return {
-            name: {place: values_T.cpu() for place, values_T in of_responses.items()}
-            for name, of_responses in columns.items()
+            name: {place: values_T.cpu() for place, values_T in values.items()}
+            for name, values in columns.items()
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

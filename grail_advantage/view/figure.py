@@ -67,9 +67,7 @@ def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHead
     files = [file for file in run.dump.files if step in (None, file.step)][-1:]
     rows = [response for file in files for response in file.table(["row", "no_scores"]).to_pylist()]
     places = [place for place, response in enumerate(rows) if row in (None, response["row"])]
-    header = None
-    if places:
-        header = files[0].header
+    header = files[0].header if places else None
     if header is None:
         listed = ""
         if rows:
@@ -85,24 +83,23 @@ def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHead
 def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     """The figure; see :func:`write_figure`. Lengths are points, 1/72 inch."""
     (row,) = table.to_pylist()
-    by = by_method(header, table)
+    methods = by_method(header, table)
     signed = gave_advantages(header, table)
     strips = {}
-    for method, rows in by.items():
+    for method, rows in methods.items():
         values = flat(rows["advantage" if method in signed else "weight"])[0]
         strips[method] = np.where(row["mask"] & np.isfinite(values), values, np.nan).astype("f8")
-    name = "advantage" if next(iter(by)) in signed else "weight"
+    name = "advantage" if next(iter(methods)) in signed else "weight"
     indent = 2 * _MARGIN + 4 * max(map(len, strips))
     columns = int((72 * width - indent - _MARGIN) / _CELL)
     if columns < 20:
         raise ValueError(
             f"--width {width:g} leaves {max(0, columns)} characters a line beside the names; give more"
         )
-    named = zip(row["token_ids"], row["tokens"], strict=True)
     # A token without text and name shows that it is there.
     texts = [
         visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}"))
-        for token, text in named
+        for token, text in zip(row["token_ids"], row["tokens"], strict=True)
     ]
     labels = json.loads(row["labels"] or "{}")
     wrong = range(*(range_of(labels.get("wrong_step"), len(texts)) or (0, 0)))
@@ -113,14 +110,12 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
             number for number, line in enumerate(lines) if any(piece[0] in wrong for piece in line)
         )
         # The line before the incorrect step, so that it begins in sight; without one the end.
-        second = next(holds, len(lines)) - 1
-        second = min(max(half, second), len(lines) - half)
-        lines = [*lines[:half], *lines[second : second + half]]
+        second = min(max(half, next(holds, len(lines)) - 1), len(lines) - half)
+        lines = lines[:half] + lines[second : second + half]
     block = _LINE + _STRIP * len(strips) + 5
-    wide = 72 * width
     high = block * len(lines) + 30
     figure = Figure(figsize=(width, high / 72))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, wide), ylim=(high, 0))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 72 * width), ylim=(high, 0))
     axes.axis("off")
 
     pieces = []  # token, left, right, top
@@ -129,35 +124,29 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
         for token, start, text in line:
             x = indent + _CELL * start
             pieces.append((token, x, x + _CELL * len(text), top))
-            ink = "#646974"
-            slant = "italic"
-            if row["mask"][token] and row["tokens"][token]:
-                ink = "#15171c"
-                slant = "normal"
-            axes.text(x, top + 8, text.rstrip(" "), family=_FONTS, size=8, color=ink, style=slant)
-        for place, method in enumerate(strips):
+            trains = row["mask"][token] and row["tokens"][token]
             axes.text(
-                indent - _MARGIN,
-                top + _LINE + _STRIP * (place + 0.5),
-                method,
-                ha="right",
-                va="center_baseline",
+                x,
+                top + 8,
+                text.rstrip(" "),
+                family=_FONTS,
+                size=8,
+                color="#15171c" if trains else "#646974",
+                style="normal" if trains else "italic",
             )
+        for place, method in enumerate(strips):
+            middle = top + _LINE + _STRIP * (place + 0.5)
+            axes.text(indent - _MARGIN, middle, method, ha="right", va="center_baseline")
 
-    largest = max(float(np.nanmax(np.abs(values_T), initial=0)) for values_T in strips.values())
-    limit = largest or 1.0
-    norm = Normalize(-limit, limit, clip=True)
-    if name == "weight":
-        limit = 4.0
-        norm = LogNorm(1 / limit, limit, clip=True)
+    norm: Normalize = LogNorm(1 / 4, 4, clip=True)
+    if name == "advantage":
+        largest = max(float(np.nanmax(np.abs(values_T), initial=0)) for values_T in strips.values())
+        limit = largest or 1.0
+        norm = Normalize(-limit, limit, clip=True)
     tokens, starts, ends, tops = (np.array(column) for column in zip(*pieces, strict=True))
     bars = partial(axes.bar, align="edge", linewidth=0)
     for place, values_T in enumerate(strips.values()):
-        plotted = values_T[tokens]
-        # A logarithmic scale has no place for 0.
-        if name == "weight":
-            plotted = np.maximum(plotted, 1e-6)
-        colours = COLOURS(norm(np.ma.masked_invalid(plotted)))
+        colours = COLOURS(norm(np.ma.masked_invalid(values_T[tokens])))
         bottom = tops + _LINE + _STRIP * place
         bars(
             starts,
@@ -173,22 +162,17 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     x = 2 * _MARGIN + 4 * len(name)
     bars(x + 5 * np.arange(17), 5, 5, high - 16, color=COLOURS(np.linspace(0, 1, 17)))
     for share in (0, 0.5, 1):
-        value = limit * (2 * share - 1)
-        if name == "weight":
-            value = limit ** (2 * share - 1)
-        axes.text(x + 85 * share, high - 2, f"{value:.2g}", ha="center", size=6)
-    answer = range(0)
-    if row["span"]:
-        answer = range(row["span"][0], row["span"][3])
+        value = f"{norm.inverse(share):.2g}"
+        axes.text(x + 85 * share, high - 2, value, ha="center", size=6)
+    answer = range(row["span"][0], row["span"][3]) if row["span"] else range(0)
     for label, marked, colour in (
         ("answer", answer, "#0a666e"),
         ("incorrect step", wrong, "#b3400a"),
     ):
         marked_N = np.isin(tokens, list(marked))
         if marked_N.any():
-            bars(
-                starts[marked_N], 1.2, (ends - starts)[marked_N], tops[marked_N] + 9.5, color=colour
-            )
+            widths = (ends - starts)[marked_N]
+            bars(starts[marked_N], 1.2, widths, tops[marked_N] + 9.5, color=colour)
             bars(x + 100, 5, 12, high - 16, color=colour)
             axes.text(x + 115, high - 11, label)
             x += 24 + 4 * len(label)
@@ -199,18 +183,22 @@ def wrap(texts: Sequence[str], columns: int) -> Iterator[list[tuple[int, int, st
     """Tokens as lines of so many characters, broken at line breaks and between tokens, a longer token within; each piece has
     its token, the column where it begins, and its text."""
     line: list[tuple[int, int, str]] = []
+    column = 0
     for token, text in enumerate(texts):
         for part in text.splitlines(keepends=True):
-            for piece in (part[start : start + columns] for start in range(0, len(part), columns)):
-                at = line[-1][1] + len(line[-1][2]) if line else 0
+            for start in range(0, len(part), columns):
+                piece = part[start : start + columns]
                 # Blanks at the end may stand in the margin.
-                if at + len(piece.rstrip()) > columns:
+                if column + len(piece.rstrip()) > columns:
                     yield line
                     line = []
-                    at = 0
-                line.append((token, at, piece.rstrip("\n")))
+                    column = 0
+                drawn = piece.rstrip("\n")
+                line.append((token, column, drawn))
+                column += len(drawn)
             if part.endswith("\n"):
                 yield line
                 line = []
+                column = 0
     if line:
         yield line

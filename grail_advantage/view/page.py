@@ -148,27 +148,25 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         "methods": methods,
         "curves": curves,
         "profiles": [{"title": name, "lines": lines} for name, lines in places.items() if lines],
-        "advantages": wholes[0].signed
-        >= set(methods),  # all that the methods of the first run say of a token
+        # All that the methods of the first run say of a token.
+        "advantages": wholes[0].signed >= set(methods),
         "limits": _limits(held.samples),
         "rows": held.rows,
         "notes": [note for of_run in wholes for note in of_run.notes()],
         "version": __version__,
     }
     text = (resources.files("grail_advantage.view") / "page.html").read_text(encoding="utf-8")
-    style = re.findall("<style>(.*?)</", text, re.DOTALL)[0]
-    script = re.findall('<script type="module">(.*?)</', text, re.DOTALL)[0]
+    policy = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; form-action 'none'"
     hashes = []
-    for part in (script, style):
-        digest = hashlib.sha256(part.encode()).digest()
-        hashes.append(base64.b64encode(digest).decode())
+    for pattern in ('<script type="module">(.*?)</', "<style>(.*?)</"):
+        (part,) = re.findall(pattern, text, re.DOTALL)
+        hashes.append(base64.b64encode(hashlib.sha256(part.encode()).digest()).decode())
     blocks = [
         f'<script type="text/plain" id="r{i}">{block}</script>'
         for i, block in enumerate(held.blocks)
     ]
     parts = {
-        "POLICY": "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'; "
-        "form-action 'none'".format(*hashes),
+        "POLICY": policy.format(*hashes),
         # A folder's name that is no UTF-8 has halves of surrogate pairs.
         "TITLE": html.escape(" against ".join(names).encode("utf-8", "replace").decode("utf-8")),
         "INDEX": packed(_json(index)),
@@ -192,51 +190,51 @@ class Held:
     def add(
         self, header: DumpHeader, table: pa.Table, run: int, signed: set[str], limit: float
     ) -> bool:
-        """Take a group's rows, of run number ``run``, unless the page would become larger than ``most`` bytes by it;
+        """Take a group's rows, of run number ``run``, unless the page would become larger than ``limit`` bytes by it;
         whether it did. ``signed``: the methods that give advantages."""
         methods = by_method(header, table)
-        several = len(methods) > 1 or next(iter(methods.values())) is not table
+        first, of_first = next(iter(methods.items()))
+        several = of_first is not table
         columns = self._columns(table, methods if several else {"": table})
-        first = next(iter(methods))
-        values_T, edges = flat(methods[first]["advantage" if first in signed else "weight"])
+        values_T, edges = flat(of_first["advantage" if first in signed else "weight"])
         mask = flat(table["mask"])[0]
         base, of_base = flat(table["base_advantage"])
         rows = []
         blocks = []
         for place, row in enumerate(table.select(_READ).to_pylist()):
             start, end = edges[place : place + 2].tolist()
+            length = end - start
             trained = values_T[start:end][mask[start:end]].astype(np.float64)
             labels = json.loads(row["labels"] or "{}")
             reasons = {
-                name: texts_of["no_scores"][place].as_py() for name, texts_of in methods.items()
+                name: of_method["no_scores"][place].as_py() for name, of_method in methods.items()
             }
-            entry = {name: row[name] for name in (*_FACTS, "no_scores")}
-            entry["run"] = run
-            entry["group"] = self.groups
-            entry["length"] = end - start
-            entry["no_scores_of"] = reasons if several else None
-            entry["wrong_step"] = range_of(labels.get("wrong_step"), end - start)
-            entry["values"] = values_of(labels, end - start)
-            entry["turns"] = turns(labels, end - start, header.options.get("align"))
-            entry["spread"] = None
-            if len(trained):
-                entry["spread"] = _rounded(trained.std(), 4)
             # One advantage a response, which its first token has as well; null in a dump without it.
-            entry["advantage"] = None
-            if of_base[place] < of_base[place + 1]:
-                entry["advantage"] = _rounded(base[of_base[place]], 4)
-            entry["updates"] = None
-            if row["updates"] is not None:
-                entry["updates"] = len(row["updates"])
+            advantage = base[of_base[place] : of_base[place + 1]][:1].tolist()
+            entry = {
+                **{name: row[name] for name in (*_FACTS, "no_scores")},
+                "run": run,
+                "group": self.groups,
+                "length": length,
+                "no_scores_of": reasons if several else None,
+                "wrong_step": range_of(labels.get("wrong_step"), length),
+                "values": values_of(labels, length),
+                "turns": turns(labels, length, header.options.get("align")),
+                "spread": float(f"{trained.std():.4g}") if len(trained) else None,
+                "advantage": float(f"{advantage[0]:.4g}") if advantage else None,
+                "updates": None if row["updates"] is None else len(row["updates"]),
+            }
             rows.append(entry)
-            named = zip(row["tokens"], row["token_ids"], strict=True)
             # Special tokens have no text, and are shown by their names.
-            texts = [text or header.special_tokens.get(token, "") for text, token in named]
+            texts = [
+                text or header.special_tokens.get(token, "")
+                for token, text in zip(row["token_ids"], row["tokens"], strict=True)
+            ]
             special = [t for t, text in enumerate(row["tokens"]) if not text and texts[t]]
             values = ",".join(
-                f"{_json(name)}:{texts_of[place]}"
-                for name, texts_of in columns.items()
-                if texts_of[place]
+                f"{_json(name)}:{arrays[place]}"
+                for name, arrays in columns.items()
+                if arrays[place]
             )
             blocks.append(
                 packed(f'{{"texts":{_json(texts)},"special":{special},"columns":{{{values}}}}}')
@@ -262,10 +260,10 @@ class Held:
         # A run may have one of the two alone.
         if len(sampler) == len(old):
             sources["mismatch"] = sampler - old, of_sampler
+        columns = {}
         for method, of_method in methods.items():
             for name in ("weight", "score", "advantage"):
                 sources[f"{name}:{method}" if method else name] = flat(of_method[name])
-        columns = {}
         for name, (values, offsets) in sources.items():
             if np.isfinite(values).any():
                 columns[name] = json_arrays(values, offsets)
@@ -273,10 +271,9 @@ class Held:
                 self._sample(overlay, values)
                 if overlay in ("weight", "advantage"):
                     scores = sources[f"score{colon}{method}"][0]
-                    scored = values[:0]
-                    if len(scores) == len(values):
-                        scored = values[np.isfinite(scores)]
-                    self._sample(f"scored {overlay}", scored)
+                    # A method without a score has none for any token.
+                    scored = np.isfinite(scores) if len(scores) == len(values) else slice(0)
+                    self._sample(f"scored {overlay}", values[scored])
         columns["mask"] = json_arrays(*flat(table["mask"]))
         steps = table["by_update"].combine_chunks().flatten()
         inner = json_arrays(*flat(pa.chunked_array([steps])))
@@ -286,14 +283,10 @@ class Held:
         ]
         return columns
 
-    def _sample(self, overlay: str, values: Sequence[float] | np.ndarray) -> None:
+    def _sample(self, overlay: str, values: np.ndarray) -> None:
         # The ends of a scale need no more than some thousands.
         interval = max(1, len(values) // 5000)
-        self.samples[overlay].append(np.asarray(values[::interval], dtype=np.float64))
-
-
-# By exponent, negative ones from the end
-_POWERS = 10.0 ** np.concatenate([np.arange(60), np.arange(-60, 0)])
+        self.samples[overlay].append(values[::interval].astype(np.float64))
 
 
 def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
@@ -301,13 +294,12 @@ def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
     not finite: a text a response, ``None`` where it has no values. ``offsets``: where each begins, and the end."""
     # 0.0123456 has the exponent -2: times 10^5 it is 1235, which gives 0.01235.
     safe = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
-    exponents = np.floor(np.log10(np.abs(safe))).astype(np.int64)
-    scale = _POWERS[3 - exponents]
+    exponents = np.floor(np.log10(np.abs(safe)))
+    scale = 10.0 ** (3 - exponents)
+    rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan)
     # As float32, which arrow prints in as few digits as it needs.
-    rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan).astype(
-        np.float32
-    )
-    words = pc.fill_null(pa.array(rounded, from_pandas=True).cast(pa.string()), "null")
+    numbers = pa.array(rounded.astype(np.float32), from_pandas=True)
+    words = pc.fill_null(numbers.cast(pa.string()), "null")
     joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(offsets), words), ",").to_pylist()
     return [f"[{text}]" if text else None for text in joined]
 
@@ -325,10 +317,6 @@ def _json(value: Any) -> str:
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), separators=(",", ":"))
     return text
-
-
-def _rounded(value: float, digits: int) -> float:
-    return float(f"{value:.{digits}g}")
 
 
 @dataclass
@@ -377,8 +365,9 @@ class Whole:
                 continue
             # What earlier files left of their share goes to the later ones.
             share = (chosen.index(place) + 1) / len(chosen)
-            # Groups, by a third of the size
-            fit = 1 + int(max(0, 3 * (begin + room * share - held.size) / size))
+            limit = begin + room * share
+            # Groups that fit, by a third of the size.
+            fit = 1 + int(max(0, 3 * (limit - held.size) / size))
             groups = np.argsort(first)[:fit]
             last = int(np.flatnonzero(np.isin(group_N, groups)).max())
             table = file.table(_OF_ROLLOUTS, last + 1)
@@ -386,9 +375,7 @@ class Whole:
                 rows = np.flatnonzero(group_N[: len(table)] == group)
                 held_then = len(held.rows) - start + len(rows)
                 full = not len(rows) or (held.rows and held_then > rollouts * share)
-                if full or not held.add(
-                    header, table.take(rows), self.number, self.signed, begin + room * share
-                ):
+                if full or not held.add(header, table.take(rows), self.number, self.signed, limit):
                     break
         self.held = len(held.rows) - start
 
@@ -428,14 +415,16 @@ class Whole:
         unknown outcome only where no response has one. None of a method that gives advantages."""
         lines = list[dict[str, Any]]()
         method = method or next((name for name, _ in self.places), "")
+        if method in self.signed:
+            return lines
         for outcome, label in {**OUTCOMES, "": "outcome unknown"}.items():
             rows = self.scored[method, outcome]
-            sums_K, count_K = self.places[method, outcome]
-            if rows and method not in self.signed and (outcome or not lines):
-                means = [
-                    (k, float(sums_K[k] / count_K[k])) for k in np.flatnonzero(count_K).tolist()
+            if rows and (outcome or not lines):
+                sums_K, count_K = self.places[method, outcome]
+                points = [
+                    [100 * (k + 0.5) / BINS, float(f"{sums_K[k] / count_K[k]:.6g}")]
+                    for k in np.flatnonzero(count_K).tolist()
                 ]
-                points = [[100 * (k + 0.5) / BINS, _rounded(mean, 6)] for k, mean in means]
                 lines.append({"run": self.number, "label": label, "rows": rows, "points": points})
         return lines
 
@@ -453,30 +442,23 @@ class Whole:
 
 def _limits(samples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float]:
     """Where the scale of each overlay ends: most values lie below it."""
-    sizes = {name: np.abs(np.concatenate(values)) for name, values in samples.items()}
-    sizes = {name: values[np.isfinite(values)] for name, values in sizes.items()}
-
-    def most(name: str, share: float) -> float:
-        if name not in sizes:
-            return 0.0
-        above_0 = sizes[name][sizes[name] > 0]
-        return float(np.quantile(above_0, share)) if len(above_0) else 0.0
-
+    sizes = {}
     limits = {}
-    for name in sizes:
-        if name in ("surprisal", "entropy"):
-            limits[name] = max(0.5, most(name, 0.99))
-        else:
-            limits[name] = max(1e-6, most(name, 0.98))
+    for name, values in samples.items():
+        sizes_N = np.abs(np.concatenate(values))
+        sizes_N = sizes_N[np.isfinite(sizes_N) & (sizes_N > 0)]
+        sizes[name] = sizes_N
+        share, least = (0.99, 0.5) if name in ("surprisal", "entropy") else (0.98, 1e-6)
+        limits[name] = np.quantile(sizes_N, share) if len(sizes_N) else 0.0
+        limits[name] = max(least, limits[name])
     # Tokens without scores have the weight 1. Where few are weighed they would set the scale.
     if "advantage" in limits:
-        limits["advantage"] = max(limits["advantage"], most("scored advantage", 0.98))
-    weights = sizes.get("scored weight", np.ones(0))
-    ratios = np.abs(np.log(weights[weights > 0]))  # to 1, either way
+        limits["advantage"] = max(limits["advantage"], limits["scored advantage"])
+    # A weight of 2 is as far from 1 as one of 1/2.
+    ratios = np.abs(np.log(sizes.get("scored weight", np.ones(1))))
     limits["weight"] = 4.0
     if ratios.any():
-        largest = np.quantile(ratios, 0.98)
-        limits["weight"] = np.exp(np.clip(largest, np.log(1.1), np.log(4)))
+        limits["weight"] = np.exp(np.quantile(ratios, 0.98)).clip(1.1, 4)
     return {name: float(f"{limit:.2g}") for name, limit in limits.items()}
 
 
@@ -486,13 +468,14 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for title, pattern in CURVES.items():
         for number, run in enumerate(runs):
             for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics)):
-                values = run.metrics[name].items()
-                if points := [
-                    [step, _rounded(value, 6)] for step, value in values if np.isfinite(value)
-                ]:
-                    plots[title].append(
-                        {"run": number, "label": name.partition("/")[2] or name, "points": points}
-                    )
+                points = [
+                    [step, float(f"{value:.6g}")]
+                    for step, value in run.metrics[name].items()
+                    if np.isfinite(value)
+                ]
+                label = name.partition("/")[2] or name
+                if points:
+                    plots[title].append({"run": number, "label": label, "points": points})
     return [{"title": title, "lines": lines} for title, lines in plots.items()]
 
 
@@ -510,47 +493,40 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
     or it is not certain whose it is. Labels: ``tool`` has the ranges that others wrote, ``turn_rewards`` a reward a turn, or
     a list of its calls' rewards; those of another kind are as none. ``align``: the method's option of that name."""
     tool = labels.get("tool")
-    if not isinstance(tool, list):
-        tool = []
-    rewards = labels.get("turn_rewards")
-    if not isinstance(rewards, list):
-        rewards = []
-    ranges = model_ranges(tool, length)
-    values = rewards_of_turns(rewards, len(ranges), align)
-    return [[start, end, value] for (start, end), value in zip(ranges, values, strict=True)]
-
-
-def model_ranges(tool: list[Any], length: int) -> list[tuple[int, int]]:
-    """The ranges that the model wrote: what lies between those of others; one of all tokens where these make no sense."""
     edges = [0]
-    for label in tool:
+    for label in tool if isinstance(tool, list) else []:
         bounds = range_of(label, length)
         if bounds is None or bounds[0] < edges[-1]:
-            return [(0, length)] * (length > 0)
+            # Ranges that make no sense are as none: the model wrote it all.
+            edges = [0]
+            break
         edges += bounds
     edges.append(length)
     # Others may write first, last, or twice in a row: what lies between is empty then.
     ranges = zip(edges[::2], edges[1::2], strict=True)
-    return [(start, end) for start, end in ranges if start < end]
+    model = [[start, end] for start, end in ranges if start < end]
+    rewards = _turn_rewards(labels.get("turn_rewards"), len(model), align)
+    rewards += [None] * (len(model) - len(rewards))
+    return [[*bounds, reward] for bounds, reward in zip(model, rewards, strict=True)]
 
 
-def rewards_of_turns(rewards: list[Any], count: int, align: str | None) -> list[float | None]:
-    """One reward for each of so many turns; ``None`` for a turn without one, and for all where it is not certain."""
-    nothing: list[float | None] = [None] * count
-    lists = [reward if isinstance(reward, list) else [reward] for reward in rewards]
-    calls = [[call for call in turn if call is not None] for turn in lists]
-    if not all(
-        type(call) in (int, float) and abs(call) <= LARGEST for turn in calls for call in turn
-    ):
-        return nothing
+def _turn_rewards(rewards: Any, count: int, align: str | None) -> list[float | None]:
+    """The rewards of the first of so many turns, ``None`` for one without; empty where it is not certain whose they are."""
+    if not isinstance(rewards, list):
+        return []
+    has_lists = any(isinstance(reward, list) for reward in rewards)
     # One reward a call does not tell whose it is, where a turn may have several calls.
-    by_call = (
-        align == "calls" and not any(isinstance(reward, list) for reward in rewards) and count > 1
-    )
-    if len(calls) > count or (by_call and len(calls) == count):
-        return nothing
-    values = [float(sum(turn)) if turn else None for turn in calls]
-    return values + nothing[len(values) :]
+    by_call = align == "calls" and count > 1 and not has_lists
+    if len(rewards) > count or (by_call and len(rewards) == count):
+        return []
+    sums: list[float | None] = []
+    for reward in rewards:
+        calls = reward if isinstance(reward, list) else [reward]
+        calls = [call for call in calls if call is not None]
+        if not all(type(call) in (int, float) and abs(call) <= LARGEST for call in calls):
+            return []
+        sums.append(float(sum(calls)) if calls else None)
+    return sums
 
 
 def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | None:
@@ -559,11 +535,12 @@ def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | Non
         values = labels["values"]
         shares = [digits.count("1") / len(digits) for digits in values["right"]]
         pairs = zip([*values["starts"], length], [*shares, float(values["reward"])], strict=True)
-        steps = [[int(start), _rounded(value, 4)] for start, value in pairs]
+        steps = [[int(start), float(f"{value:.4g}")] for start, value in pairs]
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         return None
-    is_plain = steps == sorted(steps, key=lambda step: step[0]) and steps[0][0] >= 0
-    return steps if is_plain and all(0 <= value <= 1 for _, value in steps) else None
+    starts = [start for start, _ in steps]
+    is_plain = [0, *starts] == sorted([0, *starts]) and all(0 <= value <= 1 for _, value in steps)
+    return steps if is_plain else None
 
 
 def range_of(label: Any, length: int) -> tuple[int, int] | None:

@@ -1,9 +1,11 @@
 """Columns of a token dump's table as arrays, and mean weights by place in the reasoning.
 
-Shape suffixes: N responses, T their tokens end to end, R those of them in the reasoning, K bins of positions.
+Shape suffixes: N responses, T their tokens end to end, R those of one in its reasoning, K bins of positions.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -12,15 +14,7 @@ import pyarrow.compute as pc
 from grail_advantage.dump import DumpHeader
 
 BINS = 20
-NEEDED = (
-    "span",
-    "no_scores",
-    "mask",
-    "weight",
-    "base_advantage",
-    "advantage",
-    "methods",
-)  # columns
+NEEDED = ("span", "no_scores", "mask", "weight", "base_advantage", "advantage", "methods")
 
 
 def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
@@ -37,26 +31,27 @@ def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
     A row of an analysis has several methods, in its column ``methods``; a training has the one of its header. A method without
     token advantages of its own has its weights times the base advantage.
     """
-    methods = table["methods"].combine_chunks()
-    entries = methods.flatten()
+    entries = table["methods"].combine_chunks().flatten()
     if not len(entries):
         return {header.method or "weights": table}
-    row_of = pc.list_parent_indices(methods)
+    names = pc.unique(entries.field("name")).to_pylist()
     tables = {}
-    for name in pc.unique(entries.field("name")).to_pylist():
-        chosen = pc.indices_nonzero(pc.equal(entries.field("name"), name))
-        rows = table.take(row_of.take(chosen))
+    for place, name in enumerate(names):
+        # Every row has the same methods in the same order, as the reader of the file checked.
+        of_method = entries[place :: len(names)]
         columns = {
-            field: entries.field(field).take(chosen)
+            field: of_method.field(field)
             for field in ("score", "weight", "no_scores", "advantage")
+            if field in table.column_names
         }
-        if columns["advantage"].null_count and not rows["base_advantage"].null_count:
+        if columns["advantage"].null_count and not table["base_advantage"].null_count:
             weight, offsets = flat(pa.chunked_array([columns["weight"]]))
-            base, _ = flat(rows["base_advantage"])
+            base, _ = flat(table["base_advantage"])
             columns["advantage"] = pa.ListArray.from_arrays(offsets, pa.array(weight * base))
-        for field in columns.keys() & rows.column_names:
-            rows = rows.set_column(rows.schema.get_field_index(field), field, columns[field])
-        tables[name] = rows
+        tables[name] = table
+        for field, column in columns.items():
+            place_of_field = table.column_names.index(field)
+            tables[name] = tables[name].set_column(place_of_field, field, column)
     return tables
 
 
@@ -75,21 +70,16 @@ def profiles(table: pa.Table) -> np.ndarray:
     ``i`` of ``n`` is at ``(i + 1/2) / n`` of the way.
     """
     mask_T, offsets = flat(table["mask"])
-    rows = len(table)
-    lengths_N = np.diff(offsets)
-    span, of_span = flat(table["span"])
-    # A copy, in which the reasoning before an answer ends earlier.
-    ends_N = offsets[1:].copy()
-    answered_N = np.diff(of_span) > 0
-    ends_N[answered_N] = offsets[:-1][answered_N] + span[of_span[:-1][answered_N]]
-    inside_T = mask_T & (np.arange(len(mask_T), dtype=np.int32) < np.repeat(ends_N, lengths_N))
-    row_R = np.repeat(np.arange(rows, dtype=np.int32), lengths_N)[inside_T]
-    tokens_N = np.bincount(row_R, minlength=rows)
-    rank_R = np.arange(len(row_R)) - np.repeat(np.cumsum(tokens_N) - tokens_N, tokens_N)
-    # The third of 5 tokens: (2 * 2 + 1) * 20 // (2 * 5) is bin 10 of 20.
-    cell_R = row_R * BINS + (2 * rank_R + 1) * BINS // (2 * tokens_N[row_R])
-    sums = np.bincount(cell_R, flat(table["weight"])[0][inside_T], minlength=rows * BINS)
-    count = np.bincount(cell_R, minlength=rows * BINS)
-    means = np.full(rows * BINS, np.nan)
-    np.divide(sums, count, out=means, where=count > 0)
-    return means.reshape(rows, BINS)
+    weight_T, _ = flat(table["weight"])
+    spans = table["span"].to_pylist()
+    means_NK = np.full((len(table), BINS), np.nan)
+    for means_K, span, (start, end) in zip(means_NK, spans, pairwise(offsets), strict=True):
+        if span:
+            end = start + span[0]
+        weights_R = weight_T[start:end][mask_T[start:end]]
+        # The third of 5 tokens: (2 * 2 + 1) * 20 // (2 * 5) is bin 10 of 20.
+        bins_R: np.ndarray = (2 * np.arange(len(weights_R)) + 1) * BINS // (2 * len(weights_R))
+        count_K = np.bincount(bins_R, minlength=BINS)
+        sums_K = np.bincount(bins_R, weights_R, minlength=BINS)
+        np.divide(sums_K, count_K, out=means_K, where=count_K > 0)
+    return means_NK

@@ -12,12 +12,11 @@ from grail_advantage.receipt import report
 
 def rollout_names(dump: TokenDump) -> dict[tuple[int, int, str], str]:
     """The name that the page has for each response, by step, update and key."""
-    rows = dump.table(["step", "update", "key", "row"]).to_pylist()
-    steps = [
-        f"{row['step']}u{row['update']}" if row["update"] else f"{row['step']}" for row in rows
-    ]
-    keys = [(row["step"], row["update"], row["key"]) for row in rows]
-    return {key: f"{step}.{row['row']}" for key, step, row in zip(keys, steps, rows, strict=True)}
+    names = {}
+    for row in dump.table(["step", "update", "key", "row"]).to_pylist():
+        step = f"{row['step']}u{row['update']}" if row["update"] else row["step"]
+        names[row["step"], row["update"], row["key"]] = f"{step}.{row['row']}"
+    return names
 
 
 def run_receipts(dump: TokenDump) -> dict[str, Any] | None:
@@ -60,6 +59,6 @@ def main(argv: list[str] | None = None) -> int:
         argv,
         read=read,
         called=called,
-        remedy=lambda path: remedy,
+        remedy=remedy,
         rollout=lambda *key: names.get(key),
     )

@@ -63,6 +63,7 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
             dropped += 1
             say(f"dropped: {source}, {place}: {type(error).__name__}: {error}", file=sys.stderr)
     counts = f"{dropped} dropped, {foreign} of another task"
+    # One row in twenty may be broken.
     if not good or dropped > 0.05 * (len(good) + dropped):
         raise ValueError(
             f"{len(good)} rows can be used, {counts}; columns: {spec.problem}, {spec.gold}, {spec.required}"
@@ -71,6 +72,7 @@ def prepare_dataset(spec: DatasetSpec, source: str, rows: Rows, prompt: str, fol
     if missing := [id for id in ids if id not in by_id]:
         text = f"lacks {len(missing)} of the {len(ids)} problems of the published evaluation, such as {missing[0]}"
         raise ValueError(f"{text}; take the full set ({spec.hub})")
+    # The published problems in their order, or, of other sets, all.
     chosen = [by_id[id] for id in ids] or good
     for index, row in enumerate(chosen):
         row["extra_info"]["index"] = index

@@ -36,7 +36,8 @@ class DatasetSpec(NamedTuple):
     rows: int  # of the published set
     # Column with a text, or with a list of chat messages that is one of the user.
     problem: str = "problem"
-    gold: str = "answer"  # column that one of READERS reads
+    # Column that one of READERS reads.
+    gold: str = "answer"
     reader: str = "plain"
     # Columns that together name a row in its source: exercise numbers repeat by book.
     ids: Sequence[str] = ("id",)
@@ -87,9 +88,11 @@ def convert(spec: DatasetSpec, row: Mapping[str, Any], suffix: str = PROMPT_SUFF
     problem = user_messages(problem, "")[0]["content"]
     if not problem:
         raise ValueError("no problem, or no single user message")
-    if context := row.get("context"):  # a few of OlympiadBench
+    # A few problems of OlympiadBench have one.
+    if context := row.get("context"):
         problem = f"{str(context).strip()}\n{problem}"
-    f"{problem}{gold}".encode()  # JSON's escapes allow lone surrogates, which parquet has no room for
+    # JSON's escapes allow lone surrogates, which parquet has no room for.
+    f"{problem}{gold}".encode()
     name = "/".join(str(row[column]) for column in spec.ids if row.get(column) is not None)
     return {
         "data_source": spec.name,

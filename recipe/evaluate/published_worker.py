@@ -45,10 +45,12 @@ def judge(gold: str, answer: str | None) -> bool:
 
 
 if __name__ == "__main__":
-    judge("\\frac{1}{2}", "0.5")  # loads half of sympy, once
+    # Loads half of sympy, once.
+    judge("\\frac{1}{2}", "0.5")
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
-    with suppress(ValueError):  # lower already
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # the workers inherit it
+    # The workers inherit the limit, which may be lower already.
+    with suppress(ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     graded = []
     with ProcessPool(context=get_context("fork")) as pool:
         pending = []

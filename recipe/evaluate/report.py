@@ -92,7 +92,8 @@ def grade(samples: pd.DataFrame, grader: str) -> pd.DataFrame:
         done = subprocess.run(command, input=lists, stdout=subprocess.PIPE, text=True, check=True)
         verdicts = json.loads(done.stdout.splitlines()[-1])
     else:
-        with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
+        # The verifier's own processes do the work.
+        with ThreadPoolExecutor(8) as executor:
             verdicts = [*executor.map(compute_score, *answers.T)]
     graded = pd.DataFrame(verdicts, index=samples.index)
     return samples[[*KEY, "tokens", "gold"]].assign(
@@ -126,7 +127,8 @@ def figures(problems: pd.DataFrame, samples: int) -> dict:
     of their ``mean`` and their ``weighted_mean``. ``problems``: as of :func:`by_problem`, or a difference of two."""
     names = [re.sub("^(acc|pass)", rf"\1@{samples}", name) for name in problems.columns]
 
-    def figures_of(means: np.ndarray) -> dict:  # the first row is of the problems themselves
+    # The first row is of the problems themselves.
+    def figures_of(means: np.ndarray) -> dict:
         low, high = np.quantile(means[1:], [0.025, 0.975], axis=0)
         # Differences of means are sums of fractions, so that equal runs may differ by rounding.
         above_zero = (means[1:] > 1e-9).mean(axis=0)
@@ -201,7 +203,8 @@ def _differing(first: dict, second: dict) -> list[tuple]:
 def page(result: dict) -> str:
     """Returns a run's report as a Markdown page (docs/evaluation.md), or a comparison after the reports of both
     runs."""
-    sign = "" if "run" in result else "+z"  # of the figures of a comparison
+    # Of the figures of a comparison.
+    sign = "" if "run" in result else "+z"
     names = [name for name, row in result["mean"].items() if isinstance(row, dict)]
     labels = {
         **result["benchmarks"],

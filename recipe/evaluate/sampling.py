@@ -30,7 +30,8 @@ from recipe.data.specs import ENDINGS
 
 FILES = ["*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.txt", "*.model"]
 """The files of a model that say how it samples: its weights, configurations, tokenizer and chat template."""
-MERGED_FROM = ".merged_from"  # in a merged folder: the files of which it was made
+# In a merged folder this file names those of which it was made.
+MERGED_FROM = ".merged_from"
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -311,8 +312,10 @@ async def draw(
 
     options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
     options["output_kind"] = RequestOutputKind.FINAL_ONLY
-    options["detokenize"] = False  # vLLM would load its own tokenizer
-    SamplingParams(**options)  # refuses what makes no sense, before the engine starts
+    # vLLM would load its own tokenizer.
+    options["detokenize"] = False
+    # Refuses what makes no sense, before the engine starts.
+    SamplingParams(**options)
     engine = start()
 
     async def draw_one(sample: dict) -> None:

@@ -201,7 +201,8 @@ def _differing(run: Settings, stored: dict) -> list[str]:
     then = stored.get("definition")
     now = definition(run)
     if not isinstance(then, dict):
-        if run[MODE] == "resume_path":  # it names the checkpoint, of whatever run
+        # It names the checkpoint, of whatever run.
+        if run[MODE] == "resume_path":
             return []
         return [f"  no {RUN_DEFINITION} that can be read says which"]
     # Another version may have options that this one lacks, and lack some that this one has.
@@ -254,10 +255,12 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     if not (isinstance(name, str) and name.isalnum()):
         name = uuid.uuid4().hex
     store_definition(run, name)
-    if "WANDB_RUN_ID" not in os.environ:  # one run of wandb's for all starts
+    # All starts are one run of wandb's.
+    if "WANDB_RUN_ID" not in os.environ:
         _set(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"})
     executable = shlex.quote(sys.executable)
-    if executable != sys.executable:  # Ray hands it to a shell
+    # Ray hands it to a shell.
+    if executable != sys.executable:
         _set(config, f"{RUNTIME}.py_executable", executable)
     if not any(map(find_spec, FLASH_ATTENTION)):
         _go_without_flash_attn(run, config)

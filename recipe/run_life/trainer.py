@@ -53,7 +53,8 @@ class KeptRun:
     def on_step_begin(self) -> None:
         """Flushes what is logged of the step before."""
         if tensorboard := self.logger.logger.get("tensorboard"):
-            tensorboard.writer.flush()  # or a killed run loses up to two minutes of steps
+            # Else a killed run loses up to two minutes of steps.
+            tensorboard.writer.flush()
         super().on_step_begin()
 
     def _fetch_one_gen_batch(self) -> TensorDict:

@@ -19,7 +19,7 @@ from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED
 from grail_advantage import AdvantageMethod, Method, Rollouts, Weights
 from grail_advantage.analyze.command import analyze
 from grail_advantage.analyze.lines import read_responses
-from grail_advantage.answers.text import TokenTexts, starts_of
+from grail_advantage.answers.text import TokenTexts, edges_of
 from grail_advantage.dump import DumpRow
 from grail_advantage.method import METHODS, methods, register
 from verl_cpu.tiny.model import build_model, build_tokenizer
@@ -97,7 +97,7 @@ def planted_scores(name: str, r: Rollouts) -> torch.Tensor:
     scores_BT = torch.zeros(r.mask.shape)
     for row, mask_T in enumerate(r.mask):
         pieces = texts(r.tokens[row, mask_T].tolist())
-        values_T = PLANTED[name]("".join(pieces), starts_of(pieces))
+        values_T = PLANTED[name]("".join(pieces), edges_of(pieces)[:-1])
         scores_BT[row, : len(pieces)] = torch.as_tensor(values_T)
     for values in (r.tokens, r.advantages, *r.columns.values()):
         values.fill_(1)

@@ -74,6 +74,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     of_card = [isinstance(value, OnCard) for value in arguments]
     is_on_card = any(of_card)
+    # A tensor that is made: on the device that is named.
     if kwargs.get("device") is not None:
         is_on_card = torch.device(kwargs["device"]).type == DEVICE.type
         kwargs["device"] = torch.device("cpu")
@@ -88,6 +89,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain = tree_map(
         lambda value: value.of_cpu if isinstance(value, OnCard) else value, (args, kwargs)
     )
+    # The arithmetic is the CPU's.
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*plain[0], **plain[1])
     if not is_on_card:

@@ -32,14 +32,14 @@ MAPS = [
 def rollouts_of(
     responses: Sequence[Sequence[int]],
     advantages: Sequence[float] | torch.Tensor,
-    trained: Sequence[Sequence[bool]] | None = None,
+    trained: Sequence[Sequence[bool]] | torch.Tensor | None = None,
     spans: Sequence[Any] | None = None,
     **parts: Any,
 ) -> Rollouts:
     """Responses of these token ids after a prompt of one token, with answers where they are given."""
     mask = torch.zeros(len(responses), max(map(len, responses), default=0), dtype=torch.bool)
     for index, ids in enumerate(responses):
-        mask[index, : len(ids)] = torch.tensor(trained[index]) if trained is not None else True
+        mask[index, : len(ids)] = torch.as_tensor(trained[index]) if trained is not None else True
     answers = list(spans) if spans is not None else [None] * len(responses)
     fields: dict[str, Any] = {
         "mask": mask,

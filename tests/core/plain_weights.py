@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from grail_advantage import AnswerSpan, Method, Rollouts
@@ -54,11 +57,13 @@ class Row:
 def random_rows(seed: int, count: int = 12) -> list[Row]:
     """Responses of 0 to 14 tokens, some of them with next to no entropy. Every second draw has many ties."""
     draw = random.Random(seed)
+    # Numbers in 64ths, or in halves, of which many are equal.
     step = 64 if seed % 2 else 2
     rows = []
     for _ in range(count):
         length = draw.choice([0, 1, 2, 3, 5, 8, 14])
         start, content, end = sorted(draw.randint(0, length) for _ in range(3))
+        # Next to no entropy: 2^-40 is lost beside 1 in float32.
         size = draw.choice([1, 1, 1, 2.0**-14, 2.0**-40])
         advantage = draw.choice([-2.0, -0.75, -0.0625, 0.0, 0.0625, 0.5, 1.25])
         log_probs = [-draw.randint(0, 6 * step) / step for _ in range(length)]
@@ -72,18 +77,13 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
 def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
     """The responses side by side, padded on the right, with NaN wherever no token trains."""
     width = max((len(row.trained) for row in rows), default=0) + extra
-
-    def column(name: str) -> torch.Tensor:
-        values = [
-            [v if t else NAN for v, t in zip(getattr(row, name), row.trained, strict=True)]
-            for row in rows
-        ]
-        return torch.tensor(
-            [row_values + [NAN] * (width - len(row_values)) for row_values in values]
-        ).reshape(len(rows), width)
-
-    masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
-    columns = {"old_log_probs": column("log_probs"), "entropy": column("entropies")}
+    masks = torch.zeros(len(rows), width, dtype=torch.bool)
+    columns = {name: torch.full((len(rows), width), NAN) for name in ("old_log_probs", "entropy")}
+    for index, row in enumerate(rows):
+        for token in row.tokens:
+            masks[index, token] = True
+            columns["old_log_probs"][index, token] = row.log_probs[token]
+            columns["entropy"][index, token] = row.entropies[token]
     ids = [[0] * width] * len(rows)
     advantages = [row.advantage for row in rows]
     return rollouts_of(ids, advantages, masks, [row.span for row in rows], columns=columns, **parts)
@@ -100,10 +100,8 @@ def close(
 ) -> None:
     """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
-    for index, (of_row, values_of_row) in enumerate(zip(got, expected, strict=True)):
-        tensors = (torch.tensor(values, dtype=torch.float64) for values in (of_row, values_of_row))
-        text = f"response {index}: {of_row} is not {values_of_row}"
-        torch.testing.assert_close(*tensors, rtol=tolerance, atol=tolerance, msg=text)
+    for index, (values, desired) in enumerate(zip(got, expected, strict=True)):
+        assert values == pytest.approx(desired, rel=tolerance, abs=tolerance), f"response {index}"
 
 
 def part(share: float, count: int) -> int:
@@ -113,7 +111,7 @@ def part(share: float, count: int) -> int:
 
 def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
     """Places of the highest scores, of equal ones the first."""
-    # Which keeps the order of equal ones
+    # Sorting keeps the order of equal ones.
     order = sorted(range(len(places)), key=lambda index: -scores[index])
     return [places[index] for index in order[:count]]
 
@@ -127,11 +125,12 @@ def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list
 
 def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
     """n s^g / sum s^g, all 1 where the sum is below 1e-8."""
+    # Scores 1 and 2 with 2: 1 and 4 of 5, so 0.4 and 1.6.
     powers = [max(0.0, score) ** exponent for score in scores]
     total = math.fsum(powers)
-    return (
-        [1.0] * len(scores) if total < 1e-8 else [len(scores) * value / total for value in powers]
-    )
+    if total < 1e-8:
+        return [1.0] * len(scores)
+    return [len(scores) * value / total for value in powers]
 
 
 def mean_ratio(scores: Sequence[float], beta: float = 0.1) -> list[float]:
@@ -153,22 +152,19 @@ def bilevel(
     if not levels or min(levels) == max(levels):
         return [1.0] * len(levels)
     low = min(levels)
-    high = max(levels)
-    scaled = [(level - low) / (high - low) for level in levels]
-    ranked = sorted(scaled)
+    scaled = [(level - low) / (max(levels) - low) for level in levels]
     if quantile_rule == "sorted":
-        tau = ranked[min(math.floor(quantile * len(ranked)), len(ranked) - 1)]
+        tau = sorted(scaled)[min(math.floor(quantile * len(scaled)), len(scaled) - 1)]
     else:
-        place = quantile * (len(ranked) - 1)
-        below = ranked[math.floor(place)]
-        above = ranked[min(math.floor(place) + 1, len(ranked) - 1)]
-        tau = below + (place - math.floor(place)) * (above - below)
+        tau = float(np.quantile(scaled, quantile))
     weights = []
     for h in scaled:
         if h < tau:
             weights.append(max(h / tau, 0.1))
+        elif tau < 1:
+            weights.append(1 + boost * (h - tau) / (1 - tau))
         else:
-            weights.append(1 + boost * (h - tau) / (1 - tau) if tau < 1 else 1.0)
+            weights.append(1.0)
     return weights
 
 
@@ -183,8 +179,8 @@ def log_zscore(
     if not scores:
         return []
     logs = [math.log(max(score, 0.0) + 1e-8) for score in scores]
-    mean = math.fsum(logs) / len(logs)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / len(logs) + 1e-8)
+    mean = statistics.fmean(logs)
+    deviation = math.sqrt(statistics.pvariance(logs) + 1e-8)
     return [
         min(max(weight_mean + weight_std * (value - mean) / deviation, weight_min), weight_max)
         for value in logs
@@ -194,12 +190,17 @@ def log_zscore(
 def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
     """Scale the weights at these places so that they sum to their number, where their sum is above 0."""
     total = math.fsum(weights[index] for index in places)
+    # Weights 5, 1, 1: mass 7 over 3 tokens, so 15/7, 3/7, 3/7.
     scale = len(places) / total if total > 0 else 1.0
     return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
 
 
 MAPS: dict[str, Callable[..., list[float]]] = {
-    function.__name__: function for function in (top, power, mean_ratio, bilevel, log_zscore)
+    "top": top,
+    "power": power,
+    "mean_ratio": mean_ratio,
+    "bilevel": bilevel,
+    "log_zscore": log_zscore,
 }
 
 
@@ -221,11 +222,8 @@ def through_map(
         if statistics == "reasoning":
             places = [index for index in places if row.span is not None and index < row.span.start]
         scores = [max(0.0, of_row[index]) for index in places]
-        inside = {
-            "wrong": row.advantage < 0,
-            "correct": row.advantage > 0,
-            "all": row.advantage != 0,
-        }[gate]
+        signs = {"wrong": (-1,), "correct": (1,), "all": (-1, 1)}
+        inside = np.sign(row.advantage) in signs[gate]
         if inside and places and all(map(math.isfinite, scores)):
             if reshaper == "top":
                 weights = [0.0] * len(weights)
@@ -275,6 +273,7 @@ def high_entropy(
     everything = [row.entropies[index] for row in rows if row.sound for index in row.tokens]
     if not everything:
         return [row.ones() for row in rows]
+    # All tokens as high as the last of the share count, too.
     cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
     count = sum(1 for value in everything if value >= cut)
     weight = len(everything) / count if denominator == "selected" else 1.0
@@ -289,6 +288,7 @@ def entropy_bonus(
     """(A + min(alpha H, |A| / kappa)) / A."""
 
     def of_token(row: Row, index: int) -> float:
+        # At most |A| / kappa, so that the sign stays.
         bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
         return (row.advantage + bonus) / row.advantage
 
@@ -315,6 +315,7 @@ def stare(
     everything = [row.entropies[index] for row in usable for index in row.tokens]
     all_weights = {id(row): row.ones() for row in rows}
     if math.fsum(everything) / max(1, len(everything)) < threshold:
+        # O1 raises the correct ones, C2 also lowers the incorrect ones.
         for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
             places = [
                 (row, index) for row in usable if row.advantage * sign > 0 for index in row.tokens
@@ -353,35 +354,26 @@ def steer(
         entropy_ = max(0.0, row.entropies[index])
         return abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
 
-    changes = [
-        change(row, index)
-        for row in rows
-        if row.advantage != 0 and row.sound
-        for index in row.tokens
-    ]
-    least = min(changes, default=0.0)
-    largest = max(changes, default=0.0)
-    if least == largest:
+    usable = [row for row in rows if row.advantage != 0 and row.sound]
+    changes = [change(row, index) for row in usable for index in row.tokens]
+    if len(set(changes)) < 2:
         return [row.ones() for row in rows]
 
     def weight(row: Row, index: int) -> float:
-        # Exactly 1 for the largest, whose weight may be 0
-        share = (change(row, index) - least) / (largest - least)
+        # Exactly 1 for the largest, whose weight may be 0.
+        share = (change(row, index) - min(changes)) / (max(changes) - min(changes))
         return highest + (lowest - highest) * share
 
     return each_token(rows, weight, normalize_mass)
 
 
 METHODS: dict[str, Callable[..., Weights]] = {
-    function.__name__: function
-    for function in (
-        surprisal,
-        entropy,
-        high_entropy,
-        entropy_bonus,
-        probability,
-        stare,
-        polarity,
-        steer,
-    )
+    "surprisal": surprisal,
+    "entropy": entropy,
+    "high_entropy": high_entropy,
+    "entropy_bonus": entropy_bonus,
+    "probability": probability,
+    "stare": stare,
+    "polarity": polarity,
+    "steer": steer,
 }

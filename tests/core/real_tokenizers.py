@@ -62,6 +62,7 @@ def _convert(vocabulary: Path, digits: str, special: list[str]) -> Tokenizer:
         backend = TikTokenConverter(
             str(vocabulary), pattern=_SPLIT.replace("DIGITS", digits)
         ).converted()
+    # The vocabulary files end where the special tokens begin.
     backend.add_special_tokens(
         [AddedToken(token, normalized=False, special=True) for token in special]
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,20 +19,29 @@ import torch
 from tests.core.plain_weights import MAPS, to_mass
 
 OFFICIAL = {
-    **{
-        "leaf": "embeddings",
-        "alignment": "predictor",
-        "span": "first",
-        "target": "span",
-        "gate": "wrong",
-    },
-    **{"statistics": "response", "reshaper": "log_zscore", "weight_mean": 1.0, "weight_std": 0.5},
-    **{"weight_min": 0.5, "weight_max": 5.0, "content_weight": None, "content_outside_gate": True},
-    **{"normalize_mass": False, "control": "none"},
+    "leaf": "embeddings",
+    "alignment": "predictor",
+    "span": "first",
+    "target": "span",
+    "gate": "wrong",
+    "statistics": "response",
+    "reshaper": "log_zscore",
+    "weight_mean": 1.0,
+    "weight_std": 0.5,
+    "weight_min": 0.5,
+    "weight_max": 5.0,
+    "content_weight": None,
+    "content_outside_gate": True,
+    "normalize_mass": False,
+    "control": "none",
 }
 ROBUST = {
-    **{"alignment": None, "span": "last", "target": "content", "statistics": "reasoning"},
-    **{"content_outside_gate": False, "normalize_mass": True},
+    "alignment": None,
+    "span": "last",
+    "target": "content",
+    "statistics": "reasoning",
+    "content_outside_gate": False,
+    "normalize_mass": True,
 }
 Span = tuple[int, int, int, int]
 """Of an answer, relative to the response: start, content_start, content_end, end."""
@@ -58,6 +68,7 @@ class ReferenceResult(NamedTuple):
 
 def partner(text: str, at: int, opener: str, closer: str) -> int:
     """Where the closer of the opener at this place begins; -1 without one."""
+    # An opener counts up, a closer down; at 0 the pair is complete.
     depth = 0
     while at < len(text):
         if text.startswith(opener, at):
@@ -76,19 +87,15 @@ def partner(text: str, at: int, opener: str, closer: str) -> int:
 def boxed_spans(text: str) -> list[Span]:
     """All complete boxes of a string."""
     opening = "\\boxed{"
-    spans = []
-    backslashes = [len(text[:at]) - len(text[:at].rstrip("\\")) for at in range(len(text))]
     # A brace behind an odd number of backslashes is a sign.
-    text = "".join(
-        "." if char in "{}" and odd % 2 else char
-        for char, odd in zip(text, backslashes, strict=True)
-    )
+    text = re.sub(r"\\+[{}]", lambda m: m[0][:-1] + "." if len(m[0]) % 2 == 0 else m[0], text)
+    spans = []
     at = text.find(opening)
     while at >= 0:
         close = partner(text, at + len(opening) - 1, "{", "}")
         if close >= 0:
             spans.append((at, at + len(opening), close, close + 1))
-        at = text.find(opening, close if close >= 0 else at + 1)
+        at = text.find(opening, max(close, at + 1))
     return spans
 
 
@@ -154,25 +161,24 @@ def row_weights(
     outside = (options["gate"] == "wrong" and advantage > 0) or (
         options["gate"] == "correct" and advantage <= 0
     )
+    # Outside the gate nothing is weighed but, perhaps, the answer.
     weights = [1.0 if outside else options["weight_mean"]] * length
     if not outside:
         counted = range(length) if options["statistics"] == "response" else range(start)
-        names = (
-            ("weight_mean", "weight_std", "weight_min", "weight_max")
-            if options["reshaper"] == "log_zscore"
-            else ()
-        )
-        mapped = MAPS[options["reshaper"]](
-            [scores[t] for t in counted], **{name: options[name] for name in names}
-        )
+        numbers = {}
+        if options["reshaper"] == "log_zscore":
+            for name in ("weight_mean", "weight_std", "weight_min", "weight_max"):
+                numbers[name] = options[name]
+        mapped = MAPS[options["reshaper"]]([scores[t] for t in counted], **numbers)
         for t, weight in zip(counted, mapped, strict=True):
             weights[t] = 1.0 if options["control"] == "answer" else weight
     if not outside or options["content_outside_gate"]:
         for t in range(start, length):
-            weights[t] = options[
-                "content_weight" if content_start <= t < content_end else "weight_mean"
-            ]
-    return to_mass(weights, range(length)) if options["normalize_mass"] and not outside else weights
+            is_content = content_start <= t < content_end
+            weights[t] = options["content_weight" if is_content else "weight_mean"]
+    if options["normalize_mass"] and not outside:
+        return to_mass(weights, range(length))
+    return weights
 
 
 def reference_weights(

@@ -65,6 +65,7 @@ def test_hashes_hold_the_number_that_verls_reward_judges() -> None:
 
 def test_the_search_is_linear() -> None:
     """In 200 kB, for which a search that starts over at each opener takes hours."""
+    # 7 bytes of an opener, so many times: 200 kB.
     n = 28_571
     opened = b"\\boxed{" * n
     for text, expected in (
@@ -114,6 +115,7 @@ def test_the_second_is_of_the_clock_and_not_of_other_threads(
         def finditer(
             text: str, timeout: float, needs: float = needs, seconds: float = seconds
         ) -> Iterator[str]:
+            # The wall clock passes as far as the expression needs, or as the limit lets it.
             clock[0] += min(needs, timeout) * seconds
             if timeout < needs:
                 raise TimeoutError
@@ -149,6 +151,7 @@ def test_a_first_batch_without_answers_stops() -> None:
     ):
         with pytest.raises(ValueError, match=named):
             looked(watch(answer=answer), texts, answer)
+    # 24 without an answer are too few to stop; 32 are enough, unless one of them had an answer.
     for first, stops in (([HASHES] * 24, True), ([HASHES] * 24 + [BOX], False)):
         check = watch()
         looked(check, first)
@@ -165,6 +168,7 @@ def test_a_first_batch_without_answers_stops() -> None:
 def test_a_low_share_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """A fifth is not low, and a method that reads no answer needs none."""
     for check, first, warnings in (
+        # One of ten is low; one of five is not.
         (watch("stop"), [BOX] + [NONE] * 9, 1),
         (watch("warn"), [NONE] * 40, 1),
         (watch("stop"), [BOX] + [NONE] * 4, 0),

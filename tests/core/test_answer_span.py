@@ -43,6 +43,7 @@ def is_plain_span(
         assert span is None
         return False
     start, content_start, content_end, end = boxes[0 if which == "first" else -1]
+    # Without content: the token with the byte where it would begin.
     empty = owner[content_end] if content_end < end else owner[end - 1] + 1
     content = (
         (owner[content_start], owner[content_end - 1] + 1)
@@ -92,6 +93,7 @@ def test_every_kind_of_row() -> None:
         == [AnswerSpan(9, 16, 17, 18)]
     )
     ids = tokenizer.encode("x = \\boxed{1-2}.")
+    # A character a token: "x = " takes 4, the opener 7, the content 3, the brace 1.
     expected = AnswerSpan(4, 11, 14, 15)
     rows = [
         ids,
@@ -199,6 +201,7 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(
     for _ in range(100):
         text = "".join(rng.choices(snippets, k=rng.randrange(25)))
         ids = random_split(text.encode(), token_of, rng)
+        # Ids that cover no byte, anywhere in the response.
         for _ in range(rng.choice([0, 0, 3])):
             ids.insert(rng.randrange(len(ids) + 1), rng.choice(strange))
         for written in (tokenizer.encode(text, add_special_tokens=False), ids):

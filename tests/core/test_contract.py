@@ -37,7 +37,6 @@ from grail_advantage.check import batch_faults, unequal
 from grail_advantage.check import part as some_of
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Weighed, joined
 from grail_advantage.method import NameTakenError, build, failure_message, methods
-from grail_advantage.metrics import OF_WEIGHTS
 from tests.core.common import FITTED, MAPS, METHODS, rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.test_rlsd import example, tiny_tokenizer
@@ -51,6 +50,7 @@ SPAN = AnswerSpan(4, 5, 7, 8)
 NOT_FINITE = (NAN, INF, -INF)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
 OPTIONS: dict[str, dict[str, Any]] = {
+    # The entropies of case() are below its threshold.
     "stare": {"variant": "C2"},
     "polarity": {"wrong": 0.5},
     "pattern": {"gate": "wrong", "elsewhere": 1},
@@ -103,13 +103,15 @@ def case(
         examples=[ASKED] * rows,
         fields={"tool_rewards": [[0.25 * row] * (gap and row % 2) for row in range(rows)]},
     )
+    # No score is 0: what a 0 does is in EXTREMES.
     return r, of_pass + 0.01
 
 
 def run(name: str, case: Case, **options: Any) -> Weighed:
     w = weighed(method_of(name, **options), *case)
     assert all(math.isfinite(value) for value in w.metrics.values()), w.metrics
-    assert issubclass(methods()[name], Method) or not set(OF_WEIGHTS) & set(w.metrics)
+    # Token advantages have no mean weight.
+    assert issubclass(methods()[name], Method) or "average_weight" not in w.metrics
     return w
 
 
@@ -160,6 +162,7 @@ def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
     )
     assert pickle.loads(pickle.dumps(method)) == method, "it travels to another process"
     assert build(name, {"mask_truncated": False}).mask_truncated is False
+    # None stands for the default, and is no option.
     assert build(name, {"mask_truncated": None}) == method
     with pytest.raises(ValueError):
         build(name, {"nonsense": 1})
@@ -172,6 +175,7 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
     numbers = dict(zip(batch[0].keys, batch[1], strict=True))
 
     def run_keyed(r: Rollouts) -> Weighed:
+        # The numbers follow their response; beyond its end, and in a filler, there are none.
         nowhere = torch.full((r.mask.shape[1],), NAN)
         rows = [
             torch.cat([numbers.get(key, nowhere), nowhere])[: r.mask.shape[1]] for key in r.keys
@@ -181,6 +185,7 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
     assert not list(
         batch_faults(run_keyed, batch[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5)
     )
+    # Two longer responses that nobody wrote, one of them without a reward.
     filler = without(case(2, TOKENS + 5), 0, 1)[0]
     columns = {column: torch.full_like(values, NAN) for column, values in filler.columns.items()}
     added = joined(
@@ -188,6 +193,7 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
     )
     with_filler = run(name, (added, torch.nn.functional.pad(batch[1], (0, 5, 0, 2), value=NAN)))
     assert with_filler.metrics == pytest.approx(run(name, batch).metrics)
+    # Response 4 has the advantage -1.5.
     masked = run(name, (replace(batch[0], masked=torch.arange(12) == 4), batch[1]))
     assert not masked.advantages[4].any() and masked.advantages[:4].any()
     for nothing in (case(0, 0), case(3, 0), without(case(2), 0, 1)):
@@ -247,6 +253,7 @@ def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None
     plain = run(name, batch)
     control = run(name, batch, control="shuffled")
     torch.testing.assert_close(control.scores, plain.scores, equal_nan=True)
+    # Outside of these nothing may move.
     moved = batch[0].mask & plain.selected[:, None]
     if plain.method.reads_answer:
         moved[:, SPAN.start :] = False
@@ -285,6 +292,7 @@ def test_the_mass_is_restored(name: str) -> None:
 @weighing
 def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(name: str) -> None:
     plain = case()
+    # A response that needs scores, as others notice nothing of the rest.
     bad = int(run(name, plain).selected.int().argmax())
     sound = [row for row in range(len(ADVANTAGES)) if row != bad]
     # As if no token of it trained, which leaves it out of whatever a method compares.
@@ -295,6 +303,7 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
     assert sources(name) or name in READS_NO_NUMBERS
     for source in sources(name):
         for value in NOT_FINITE:
+            # One number of nine is enough.
             w = run(name, with_value(plain, source, bad, value))
             assert w.weights[bad].tolist() == [1.0] * TOKENS
             assert w.failed.tolist() == [row == bad for row in range(len(ADVANTAGES))]
@@ -350,6 +359,7 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
             OLD_LOG_PROBS: -change(-r.columns[OLD_LOG_PROBS]),
             ENTROPY: change(r.columns[ENTROPY]),
         }
+        # Log-probabilities are at most 0, so they are changed with the other sign.
         w = run(name, (replace(r, columns=columns), change(of_pass)))
         assert w.metrics["non_finite_rate"] == 0 or "huge" in extreme, extreme
         if extreme in ("all underflowed to 0", "equal") and name not in COMPARES_ROWS | HARD:
@@ -412,6 +422,7 @@ class Plain(Method):
 
 def test_a_registered_class_is_a_method_with_options() -> None:
     cls = register("plain")(type("Named", (Plain,), {}))
+    # The factor 2 is the class's default.
     assert methods()["plain"] is cls and build("plain", {"factor": 3.0}).factor == 3.0
     assert build("plain").name == "plain" == cls.section
     assert weighed(build("plain"), rollouts_of([[1, 2]], [-1.0])).advantages.tolist() == [
@@ -454,6 +465,7 @@ def test_maps_have_typed_options() -> None:
     def scaled(x: torch.Tensor, m: torch.Tensor, factor: float = 1.0) -> Weights:
         return Weights(factor * x.clamp(min=0).float())
 
+    # The entropy is 1, so every weight is the factor.
     options = {"reshaper": "scaled", "reshaper_options": {"factor": 3.0}, "gate": "all"}
     r = rollouts_of([[1, 2]], [1.0], columns={"entropy": torch.ones(1, 2)})
     assert weighed(build("entropy", options), r).weights.tolist() == [[3.0, 3.0]]
@@ -544,6 +556,7 @@ def test_a_method_of_ones_own_is_checked(
     file.write_text(SHIFT.replace("LAST", "later = entropy / r.mask.shape[1]"))
     assert check.main([str(file)]) == 1
     assert "scores are others beside a longer response" in capsys.readouterr().out
+    # A file without a method.
     file.write_text("")
     assert check.main([str(file)]) == 1
     assert "registers no method" in capsys.readouterr().err

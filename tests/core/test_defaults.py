@@ -70,6 +70,7 @@ def batches() -> list[tuple[Rollouts, torch.Tensor]]:
         (in_half, plain[1]),
         (nothing, plain[1]),
         (whole_numbers, plain[1]),
+        # No response at all.
         case(0, 0),
     ]
 
@@ -114,6 +115,7 @@ def test_a_pass_scores_the_same(name: str) -> None:
 
     expected = run()
     for name_of_default in DEFAULTS:
+        # The model was made before: only what the package makes counts.
         with default(name_of_default):
             actual = run()
         assert actual == expected, name_of_default
@@ -132,6 +134,7 @@ def test_answers_and_limits_are_the_same(name: str) -> None:
 def test_a_receipt_is_the_same(name: str) -> None:
     """Of a clean loop, and of one with a fault that a search has to explain; rows may be a list."""
     batch = rollout(5, epochs=2, ranks=2, weights=True)
+    # Weights of 1, and four times the loss.
     faulty = train(batch, lambda micro: ppo(micro, weights=1.0, times=4.0))
     for pieces in (train(batch), faulty):
         expected = check(batch.batch, TOKEN_MEAN, pieces)

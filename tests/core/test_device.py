@@ -47,6 +47,7 @@ def compare(name: str, **columns: Any) -> float:
     arguments["examples"] = [example("?", "7")] * 3
     arguments["tokenizer"] = tiny_tokenizer()
     expected = compute_token_weights(**arguments)
+    # Nothing moves by itself between the two: a tensor of the CPU in an operation of the card raises.
     with card.card():
         on_card = {
             key: argument.to(card.DEVICE) if isinstance(argument, torch.Tensor) else argument

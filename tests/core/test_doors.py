@@ -94,6 +94,7 @@ def valid_weights() -> dict[str, Any]:
         [ROLLOUTS[name] for name in ("one token before the box", "right", "box at the end")], "left"
     )
     generator = torch.Generator().manual_seed(0)
+    # All three need scores.
     batch.advantages[:] = torch.tensor([-1.0, 1.0, -2.0])
     return vars(batch) | {
         "model": tiny_model(layers=2),
@@ -194,6 +195,7 @@ def same_weights(result: Any, expected: Any) -> None:
 @cache
 def valid_receipt() -> dict[str, Any]:
     """Likewise, with all columns; the gradients are those of PPO's loss, the first piece is the largest."""
+    # Two updates of two epochs on two ranks: four updates, and two ranks to name.
     update = rollout(3, ranks=2, updates=2, epochs=2, weights=True, drift=0.05)
 
     tokens = [
@@ -238,6 +240,7 @@ OF_RECEIPT: Mistakes = {
     "pieces.rows_b": [lambda v: v + 8, lambda v: v - 8],
     "pieces.log_probs_bT": [None, lambda v: v[:, :-1], lambda v: v.long()],
     "pieces.gradient_bT": [None, lambda v: v[:-1], lambda v: v > 0],
+    # The four updates are 0 to 3, the ranks 0 and 1.
     "pieces.update": [-1, 4],
     "pieces.rank": [-1, 2],
 }
@@ -253,6 +256,7 @@ SAME_RECEIPT: Mistakes = {
 
 
 def same_receipt(receipt: Any, expected: Any) -> None:
+    # Another layout is no fault of the loop.
     assert receipt.ok, receipt.findings
     torch.testing.assert_close(receipt.received_BT, expected.received_BT, equal_nan=True)
     torch.testing.assert_close(receipt.expected_UBT, expected.expected_UBT, equal_nan=True)
@@ -327,6 +331,7 @@ def test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer() -> None:
     """Embeddings are often padded."""
     batch = make_batch([Rollout("?", "a" * 10, 1.0)])
     model = tiny_model(layers=1, vocab_size=200)
+    # One of ten tokens is unknown, then two of ten.
     batch.input_ids[0, -1] = 150
     compute(model, batch, build("uniform"))
     batch.input_ids[0, -2] = 150
@@ -348,6 +353,7 @@ def test_a_response_without_a_token_before_it_is_refused() -> None:
 def test_what_a_method_reads_is_asked_for(name: str) -> None:
     config = build(name)
     arguments = valid_weights() | {"config": config, "fields": {"tool_rewards": [[]] * 3}}
+    # Of the fields it reads tool_rewards.
     of_turns = {"fields"} if "rewards" in config.reads else set()
     for missing in config.reads & {"groups", "rewards", "examples"} | of_turns:
         with pytest.raises(ValueError, match=name):
@@ -362,11 +368,13 @@ PASSES = [
 """With gradients, of made-up sequences, of the policy's log-probabilities."""
 RIGHT = make_batch([ROLLOUTS["right"]])
 TASK = {"task_type": "CAUSAL_LM"}
+# One that changes the weights of a layer, and one that puts keys and values in front.
 ADAPTERS: list[PeftConfig] = [
     LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False, use_dora=True),
     PrefixTuningConfig(**TASK, num_virtual_tokens=3),
 ]
 LOGITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # Three positions in front, with or without their logits; the last position alone; the next one's.
     "prepended": lambda logits: logits,
     "prepended, trimmed in front": lambda logits: logits[:, 3:],
     "prepended, trimmed behind": lambda logits: logits[:, :-3],
@@ -417,6 +425,7 @@ def surprisal(model: nn.Module, temperature: float = 1.0) -> list[float]:
     inside = RIGHT.response_mask[0].bool()
     prompt, response = (RIGHT.input_ids[0][tokens].tolist() for tokens in (~inside, inside))
     log_probs, entropies = plain_columns(model, prompt, response, temperature)
+    # A surprisal is -log p.
     expected = [-value for value in log_probs]
     for method, values in ((PASSES[2], expected), (build("entropy"), entropies)):
         scores = RIGHT.of_responses(compute(model, RIGHT, method, temperature=temperature).scores)[

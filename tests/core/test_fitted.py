@@ -61,6 +61,7 @@ def test_credit_by_plain_loops() -> None:
     longest = max(map(len, TEXTS))
     log_probs = -2 * torch.rand((3, longest), generator=generator)
     entropy = torch.rand((3, longest), generator=generator)
+    # The first answer is followed by text, which is of its step; the third has nothing before it.
     start = TEXTS[0].index("\\")
     spans = [AnswerSpan(start, start + 7, start + 8, start + 9), None, AnswerSpan(0, 7, 8, 9)]
     columns = {OLD_LOG_PROBS: log_probs, ENTROPY: entropy}
@@ -69,12 +70,14 @@ def test_credit_by_plain_loops() -> None:
     expected = []
     for row, (steps, advantage) in enumerate(zip(STEPS, ADVANTAGES, strict=True)):
         assert "".join(steps) == TEXTS[row]
+        # Steps of 4, 2 and 4 tokens begin at 0, 4 and 6.
         ends = np.cumsum(list(map(len, steps)))
         ranges = list(zip([0, *ends[:-1]], ends, strict=True))
         surprisals = [(-log_probs[row, a:b]).tolist() for a, b in ranges]
         entropies = [entropy[row, a:b].tolist() for a, b in ranges]
         credit = plain_credit(surprisals, entropies, advantage, spans[row] is not None)
         expected.append(np.repeat(credit, list(map(len, steps))))
+    # Credits are scaled to the root mean square of the advantages, over tokens.
     square = sum(float(of_row @ of_row) for of_row in expected)
     uniform = sum(
         advantage**2 * len(text) for advantage, text in zip(ADVANTAGES, TEXTS, strict=True)
@@ -97,6 +100,7 @@ def test_steps_unlike_those_of_the_fit_are_counted() -> None:
         ENTROPY: torch.full((1, longest), 0.1),
     }
     surprising = {**ordinary, OLD_LOG_PROBS: ordinary[OLD_LOG_PROBS].clone()}
+    # In the last of six steps, of a fit whose steps were far less surprising.
     surprising[OLD_LOG_PROBS][0, -1] = -50.0
     rates = []
     for columns in (ordinary, surprising):
@@ -115,6 +119,7 @@ def test_a_file_that_is_none_of_the_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bench fit"):
         weighed(build("fitted"), r)
     path = tmp_path / "fit.json"
+    # Other features, a coefficient for one of them, and no separator.
     for change in ({"features": ["constant"]}, {"incorrect": [1.0]}, {"separator": None}):
         path.write_text(json.dumps(FIT | change))
         with pytest.raises(ValueError, match="write one with python -m bench fit"):

@@ -46,6 +46,7 @@ def test_logits_of_half_precision_are_divided_in_float32() -> None:
 def test_log_probs_and_entropies_by_hand(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word that is ruled out adds nothing to the entropy, and a broken response stays broken."""
     monkeypatch.setattr(hooks, "TOGETHER", together)
+    # Probabilities 1/4, 3/4, 0; then a third each; then none that is known.
     logits = torch.tensor([[0.0, math.log(3), -math.inf], [0.0, 0.0, 0.0], [math.nan, 0.0, 0.0]])
     tokens = torch.tensor([1, 2, 0])
     log_probs = hooks.log_probs(logits, tokens, 1.0)
@@ -60,6 +61,7 @@ def test_log_probs_and_entropies_by_hand(together: int, monkeypatch: pytest.Monk
 
 
 def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
+    # Its output is a tuple. Two calls, two leaves.
     module = nn.LSTM(1, 1)
     with hooks.capture_leaf(module) as leaves:
         hidden, rest = module(torch.tensor([[3.0]]))
@@ -82,6 +84,7 @@ def test_a_pass_keeps_nothing_for_gradients_of_parameters(
     model = tiny_model()
     batch = make_batch(ROLLOUTS.values())
     model.get_input_embeddings().weight.requires_grad_(False)  # as somebody froze it
+    # Frozen parameters stay frozen, others train on.
     trains = [parameter.requires_grad for parameter in model.parameters()]
 
     def run() -> tuple[torch.Tensor, int]:
@@ -133,6 +136,7 @@ def test_a_forward_that_goes_past_a_hook_is_said() -> None:
     model = tiny_model(layers=1)
     unused = nn.Linear(16, 97)
     ids = torch.zeros((1, 3), dtype=torch.int64)
+    # A head that the forward does not call.
     head = SimpleNamespace(get_output_embeddings=lambda: unused)
     for reader in (hooks.capture_leaf(unused), hooks.capture_hidden_states(head)):
         with pytest.raises(ValueError, match="Linear"), reader:
@@ -201,6 +205,7 @@ CASES.append(("nothing", "train", torch.no_grad))
 
 def model_that_was(start: str) -> Any:
     """In a mode of training, some of its parameters frozen (of one in evaluation mode all), some with gradients."""
+    # Half of the attention would be dropped, were it in training mode.
     model = tiny_model(attention_dropout=0.5).train(start != "eval")
     if start == "mixed":
         for module in list(model.modules())[::3]:
@@ -245,6 +250,7 @@ def with_activated_adapter(*, checkpointing: bool) -> Any:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
+    # The first step from zero gradients, the second as in a run.
     training_step(model)
     training_step(model)
     return model
@@ -282,6 +288,7 @@ def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
 
 def test_no_pass_takes_the_hooks_of_a_forward_that_waits_for_its_backward() -> None:
     model = with_activated_adapter(checkpointing=True)
+    # PEFT's hooks are there now, until the backward.
     loss = model(input_ids=BATCH.input_ids).logits.mean()
     with pytest.raises(ValueError, match="backward"):
         compute(model, BATCH, METHODS["embeddings"])

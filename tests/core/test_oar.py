@@ -35,24 +35,6 @@ from tests.core.tiny_models import (
     tiny_model,
 )
 
-DEFAULTS = {
-    **{
-        "variant": "official",
-        "probe": "answer_mean",
-        "noise_std": 1e-3,
-        "noise_seed": 0,
-        "max_perturbations": None,
-    },
-    **{
-        "reshaper": "bilevel",
-        "quantile": 0.4,
-        "boost": 2.0,
-        "weight_mean": 1.0,
-        "weight_std": 0.5,
-        "weight_min": 0.5,
-    },
-    **{"weight_max": 5.0, "normalize_mass": True},
-}
 OF_MAP = {
     "bilevel": ("quantile", "boost"),
     "log_zscore": ("weight_mean", "weight_std", "weight_min", "weight_max"),
@@ -90,6 +72,7 @@ class PlainOar:
     def gradient_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
         """Scores of the response tokens, NaN where there is none."""
         port = options["variant"] == "grail_port"
+        # The port shakes the predictor positions of all response tokens, the others the reasoning's own.
         noisy = range(start - 1, len(ids) - 1) if port else range(start, start + span[0])
         content = str(ids[: start + span[3]]).strip("[]").replace(" ", "")
         digest = hashlib.sha256(f"{options['noise_seed']}/{STEP}/{content}".encode()).digest()
@@ -124,6 +107,7 @@ class PlainOar:
         limit = options["max_perturbations"]
         chosen = list(range(reasoning))
         if limit is not None and limit < reasoning:
+            # 5 of 19 tokens are 0, 4, 9, 14 and 18.
             chosen = [round(k * (reasoning - 1) / max(limit - 1, 1)) for k in range(limit)]
         exact = {}
         for t in chosen:
@@ -133,6 +117,7 @@ class PlainOar:
             exact[t] = float(self.apart(clean, changed, options["probe"]))
         scores = [math.nan] * (len(ids) - start)
         for t in range(reasoning):
+            # Linear between the replaced tokens on both sides.
             left_place = max((c for c in chosen if c <= t), default=chosen[0])
             right = min((c for c in chosen if c >= t), default=chosen[-1])
             share = (t - left_place) / (right - left_place) if right > left_place else 0.0
@@ -148,6 +133,7 @@ def row_weights(
     port = options["variant"] == "grail_port"
     members = 0
     if span is not None and advantage != 0:
+        # The port compares the tokens of the whole response.
         members = len(scores) if port and method == "gradient" else span[0]
     if members:
         numbers = {name: options[name] for name in OF_MAP[options["reshaper"]]}
@@ -188,8 +174,7 @@ def assert_matches(
     config = Oar(method, **options)
     batch = make_batch(rollouts, padding)
     got = compute(model, batch, config, step=STEP)
-    options = {**DEFAULTS, **options}
-    assert set(options) == set(DEFAULTS)
+    options = config.model_dump()
     values = batch.of_responses(got.weights), batch.of_responses(got.scores), got.spans
     for rollout, weights, scores, span_found in zip(rollouts, *values, strict=True):
         prompt = encode(rollout.prompt)
@@ -215,12 +200,12 @@ def assert_matches(
 
 
 OPTIONS = {
-    **{
-        "variant": VARIANTS,
-        "probe": ("answer_mean", "last", "answer_joint"),
-        "normalize_mass": (True, False),
-    },
-    **{"noise_std": (1e-3, 0.02), "noise_seed": (0, 7), "max_perturbations": (None, 1, 2, 5, 100)},
+    "variant": VARIANTS,
+    "probe": ("answer_mean", "last", "answer_joint"),
+    "normalize_mass": (True, False),
+    "noise_std": (1e-3, 0.02),
+    "noise_seed": (0, 7),
+    "max_perturbations": (None, 1, 2, 5, 100),
 }
 OF_MAPS = [
     {},

@@ -37,6 +37,7 @@ SAID = [  # prompt, advantage, and a text of which a tool wrote what is in brack
     (1, -0.25, r"no idea [ok] at all", [0.125]),
     (1, 0.0, r"\boxed{9}", []),
 ]
+# This response has hit the length limit.
 CUT_OFF = 5
 
 
@@ -176,6 +177,7 @@ def values_of(name: str, option: str) -> list[Any]:
         if kind.get("type") == "boolean":
             values += [False, True]
         if kind.get("type") in ("number", "integer"):
+            # The least that is allowed, and one well above the default.
             least = kind.get("minimum", kind.get("exclusiveMinimum", 0) + 1e-3)
             values += [least, min(2.5 * (schema["default"] or 1), kind.get("maximum", 100))]
     assert values, f"{name}.{option} has no values here"
@@ -203,6 +205,7 @@ def built(name: str, options: Options) -> BaseMethod | None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_value_changes_a_number_or_is_refused(name: str) -> None:
     idle = []
+    # One context in which it does something is enough.
     for option, value in options_of(name):
         changes = []
         for context in CONTEXTS.get(option, [{}]):
@@ -292,6 +295,7 @@ def test_an_option_of_the_other_method_is_warned_of(caplog: pytest.LogCaptureFix
         build(name, {option: values_of(name, option)[-1]})
         assert option in caplog.text and name in caplog.text
     caplog.clear()
+    # Options of their own, and a default in place of the other's.
     build("oar_p", {"max_perturbations": 3, "noise_std": 1e-3})
     build("oar_g", {"noise_seed": 1, "max_perturbations": None})
     assert not caplog.text
@@ -300,6 +304,7 @@ def test_an_option_of_the_other_method_is_warned_of(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("name", ["uniform", "polarity"])
 def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str) -> None:
     """Its control would be the method itself; with a restored mass it would be GRPO under its name."""
+    # Not even at their defaults.
     for option in ({"control": "shuffled"}, {"normalize_mass": True}, {"control": "none"}):
         with pytest.raises(ValueError, match=next(iter(option))):
             build(name, option)
@@ -312,6 +317,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         "shear", {"window": np.int64(8), "stride": np.int32(4), "mask_truncated": np.bool_(False)}
     )
     assert method == build("shear", {"window": 8, "stride": 4, "mask_truncated": False})
+    # Not numpy's: it goes into range() and into files.
     assert type(method.window) is int
     top = build(
         "entropy",

@@ -39,6 +39,7 @@ def by_right_padding(
     model: PreTrainedModel, rows: Sequence[torch.Tensor], *, masked: bool
 ) -> list[torch.Tensor]:
     """As passes lay rows out, or with a mask and positions as verl's engine does."""
+    # Padding is the token 0, which a causal model does not see from before.
     ids_BS = pad_sequence(list(rows), batch_first=True)
     valid_BS = torch.arange(ids_BS.shape[1]) < torch.tensor([[len(row)] for row in rows])
     named = {"attention_mask": valid_BS.long() if masked else torch.ones_like(ids_BS)}
@@ -63,6 +64,7 @@ def in_trl(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.T
 
 def packed(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As verl's engine does without padding."""
+    # Positions begin anew with each response; the model takes that for the packing.
     places_1N = torch.cat([torch.arange(len(row)) for row in rows])[None]
     logits = model(
         input_ids=torch.cat(list(rows))[None], position_ids=places_1N, use_cache=False
@@ -100,6 +102,7 @@ def truth(model: PreTrainedModel, layout: str) -> float:
     long_S = torch.arange(5, 5 + LONGEST) % 60
 
     def gradient(rows: list[torch.Tensor], row: int) -> torch.Tensor:
+        # As many micro-batches more or fewer came before, so that a draw is another one.
         torch.manual_seed(17 * len(rows))  # as many micro-batches more or fewer came before
         model.zero_grad()
         log_probs(lay(model, rows)[row], rows[row]).sum().backward()
@@ -108,6 +111,7 @@ def truth(model: PreTrainedModel, layout: str) -> float:
         )
 
     differences = []
+    # Both ways: the short one beside the long one, and the long one beside the short one.
     for place, row in ((1, short_S), (0, long_S)):
         expected = gradient([row], 0)
         actual = gradient([long_S, short_S], place)
@@ -162,6 +166,7 @@ def test_what_is_added_to_a_model_counts(name: str) -> None:
     (change, holds) = ADDED[name]
     changed = change(model)
     model = changed if isinstance(changed, nn.Module) else model
+    # In training, where it acts; in a pass it is switched off.
     assert finding(model, "padded").holds == holds
     assert finding(model, "a pass").holds
 
@@ -171,6 +176,7 @@ def test_the_probe_leaves_nothing_behind() -> None:
     model = FAMILIES["llama, dynamic"].build()
     batch_statistics(model)
     buffers = {name: values.clone() for name, values in model.named_buffers()}
+    # A run that is probed draws what it would have drawn.
     state = torch.get_rng_state()
     assert not finding(model, "padded").holds
     assert torch.equal(torch.get_rng_state(), state)
@@ -222,6 +228,7 @@ PRECISIONS: dict[str, tuple[float, Change, AbstractContextManager[Any]]] = {
         lambda model: autocast(model.model.layers[1], torch.float16),
         nullcontext(),
     ),
+    # Around it is one, which the model does not follow.
     "autocast switched off in forward": (
         LIMIT,
         lambda model: autocast(model, enabled=False),
@@ -244,6 +251,7 @@ def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
 
 
 def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
+    # A short response of 12 tokens beside the longest of the run, and as many more as fit.
     for longest, sizes, expected in [
         (100, {"rows": 1}, [12, 100]),
         (100, {"rows": 1000}, [12, 100] + [12, 11] * (MOST_ROWS // 2 - 1)),
@@ -303,6 +311,7 @@ def test_a_draw_that_seldom_matters_is_found() -> None:
     model = Family("phimoe").build().train()
     lay, _ = WAYS["padded"]
     rows = probe_rows(torch.arange(PAD - 1), longest=LONGEST, rows=2)
+    # Whether a draw matters depends on the seed; none of these may be missed.
     for seed in range(8):
         torch.manual_seed(seed)
         answer = probe(model, lambda part: list(map(log_probs, lay(model, part), part)), rows)

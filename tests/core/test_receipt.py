@@ -7,13 +7,13 @@ import math
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from grail_advantage.receipt import (
     Batch,
@@ -29,7 +29,7 @@ from grail_advantage.receipt import (
 )
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.receipt.report import main, read, write
-from tests.core.receipt_faults import MADE_UP, THREADS, cells, of_rank, quiet, wrong
+from tests.core.receipt_faults import MADE_UP, THREADS, cells, misnamed, quiet, rank_tokens
 from tests.core.receipt_loop import TOKEN_MEAN, Rollout, names, receipt_of, rollout, train
 
 ROOT = Path(__file__).parents[2]
@@ -37,103 +37,102 @@ PAGE = (ROOT / "docs" / "receipt.md").read_text(encoding="utf-8")
 
 
 def test_each_fault_of_history_is_seen_and_the_first_line_is_right() -> None:
-    known = cells(THREADS)
-    assert len(THREADS) == 30 and all(said for _, said, _ in known)
-    assert len(wrong(known)) <= 0.05 * len(known), wrong(known)
+    results = list(cells(THREADS))
+    # None is missed, and at most one in twenty has another first line.
+    assert len(THREADS) == 30 and all(names for _, names, _ in results)
+    assert len(misnamed(results)) <= 0.05 * len(results), misnamed(results)
 
 
 @pytest.mark.slow
 def test_nothing_is_missed_and_each_example_differs() -> None:
-    known = cells(MADE_UP, every=2)
-    assert len(known) > 60 and all(said for _, said, _ in known)
-    assert len(wrong(known)) <= 0.03 * len(known), wrong(known)
-    for _, _, receipt in known:
+    results = list(cells(MADE_UP, stride=2))
+    assert len(results) > 60 and all(names for _, names, _ in results)
+    assert len(misnamed(results)) <= 0.03 * len(results), misnamed(results)
+    # Structure comes first, then what covers most tokens.
+    for _, _, receipt in results:
         structure = ("missing", "repeated", "not finite")
         order = [(not f.mismatch, f.name not in structure, -f.tokens) for f in receipt.findings]
         assert order == sorted(order)
-        for _, _, intended, received in [
-            example for f in receipt.findings for example in f.examples
-        ]:
-            assert abs(intended - received) > 1e-6 * abs(intended) or received != received
-            assert str(intended) != "-0.0" and str(received) != "-0.0"
+        for finding in receipt.findings:
+            for _, _, intended, received in finding.examples:
+                assert not abs(intended - received) <= 1e-6 * abs(intended)
+                assert "-0.0" not in (str(intended), str(received))
 
 
 @pytest.mark.slow
 def test_no_alarm_in_clean_loops() -> None:
-    assert [
-        (setting, *map(str, receipt.findings)) for setting, receipt in quiet(60) if not receipt.ok
-    ] == []
+    alarms = [(setting, receipt.findings) for setting, receipt in quiet(60) if not receipt.ok]
+    assert alarms == []
 
 
 def test_the_tables_of_the_page_are_what_the_command_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"responses": 64, "tokens": 200, "ties": True, "token_advantages": False}
-    faulty = rollout(1, ranks=2, **sizes)
-    receipts = [
-        receipt_of(faulty, divisor=lambda micro: of_rank(faulty, micro)),
-        receipt_of(rollout(1, epochs=2, **sizes)),
-    ]
-    for receipt in receipts:
-        path = tmp_path / "receipts.jsonl"
-        path.unlink(missing_ok=True)
+    for place, receipt in enumerate(
+        (
+            receipt_of(rollout(1, ranks=2, **sizes), divisor=rank_tokens),
+            receipt_of(rollout(1, epochs=2, **sizes)),
+        )
+    ):
+        path = tmp_path / str(place) / "receipts.jsonl"
+        path.parent.mkdir()
         write(path, receipt, "ppo", 3)
-        assert main([str(path)]) == (0 if receipt.ok else 1)
-        printed = capsys.readouterr().out.replace(f"{tmp_path}/", "").split("\n\nMeasured:")[0]
+        assert main([str(path)]) == (not receipt.ok)
+        # The page names the file without its folder.
+        printed = capsys.readouterr().out.replace(f"{path.parent}/", "").split("\n\nMeasured:")[0]
         assert f"```\n{printed}\n```" in PAGE, printed
 
 
-def test_the_pages_own_test_passes_and_fails_with_each_fault() -> None:
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("mask_BT.sum())", "24)"),
+        ("mask_BT.sum())", "mask_BT[rows_b].sum())"),
+        ("-ratio_bT", "-ratio_bT.detach() + 0 * ratio_bT"),
+        ('"token-mean"', '"token-sum"'),
+    ],
+)
+def test_the_pages_own_test_passes_and_fails_with_each_fault(text: str, fault: str) -> None:
     """It runs as it stands; the absolute number alone sees a factor that the receipt's divisor shares."""
-    (source,) = [
-        code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "def test_" in code
-    ]
-    for text, fault, fails in (
-        ("", "", False),
-        ("mask_BT.sum())", "24)", True),
-        ("mask_BT.sum())", "mask_BT[rows_b].sum())", True),
-        ("-ratio_bT", "-ratio_bT.detach() + 0 * ratio_bT", True),
-        ('"token-mean"', '"token-sum"', True),
-    ):
-        scope: dict[str, Any] = {}
-        exec(source.replace(text, fault) if text else source, scope)
-        with pytest.raises(AssertionError) if fails else nullcontext():
-            scope["test_each_token_receives_its_advantage"]()
+    (source,) = [code for code in SNIPPETS if "def test_" in code]
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    scope["test_each_token_receives_its_advantage"]()
+    # The same test with one fault of a loss.
+    exec(source.replace(text, fault), scope)
+    with pytest.raises(AssertionError):
+        scope["test_each_token_receives_its_advantage"]()
 
 
-def test_the_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a model in place of the reader's own: nothing to say; and with its loss divided twice, scaled."""
+@pytest.mark.parametrize(("divided", "expected"), [(1.0, []), (2.0, ["scaled"])])
+def test_the_snippet_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: float, expected: list[str]
+) -> None:
+    """With a model in place of the reader's own: nothing to say; and with its loss divided twice, scaled."""
     monkeypatch.chdir(tmp_path)
-    snippets = [
-        code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "micro_batches" in code
-    ]
-    assert snippets
-    for source in snippets:
-        for divided in (1.0, 2.0):
-            given = rollout(5, token_advantages=False)
-            batch = given.batch
-            policy_BT = given.policy_UBT[0].clone().requires_grad_()
+    (source,) = [code for code in SNIPPETS if "micro_batches" in code]
+    loop = rollout(5, token_advantages=False)
+    batch = loop.batch
+    policy_BT = loop.policy_UBT[0].clone().requires_grad_()
 
-            def loss(
-                log_probs: Any, rows: Any, batch: Batch = batch, divided: float = divided
-            ) -> torch.Tensor:
-                objective = (log_probs - batch.old_log_probs_BT[rows]).exp() * batch.advantages_BT[
-                    rows
-                ]
-                return -(objective * batch.mask_BT[rows]).sum() / batch.mask_BT.sum() / divided
+    def loss(log_probs: Tensor, rows: Tensor) -> Tensor:
+        ratio = (log_probs - batch.old_log_probs_BT[rows]).exp()
+        objective = ratio * batch.advantages_BT[rows] * batch.mask_BT[rows]
+        return -objective.sum() / batch.mask_BT.sum() / divided
 
-            scope: dict[str, Any] = {
-                "optimizer": torch.optim.SGD([policy_BT], lr=0.0),
-                "my_loss": loss,
-            }
-            scope |= {
-                f"{name}_BT": getattr(batch, f"{name}_BT")
-                for name in ("advantages", "mask", "old_log_probs")
-            }
-            scope["micro_batches"] = torch.arange(8).split(3)
-            scope["log_probs_of"] = policy_BT.__getitem__
-            exec(source, scope)
-            assert names(scope["receipt"].findings) == ([] if divided == 1 else ["scaled"])
+    scope: dict[str, Any] = {
+        **vars(batch),
+        "optimizer": torch.optim.SGD([policy_BT], lr=0.0),
+        "my_loss": loss,
+        "micro_batches": torch.arange(8).split(3),
+        "log_probs_of": policy_BT.__getitem__,
+    }
+    exec(source, scope)
+    assert names(scope["receipt"].findings) == expected
 
 
 BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
@@ -152,221 +151,245 @@ LOSSES = {
 def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None:
     """By autograd, of a loss written down by hand: in the loop, and as a function in place of a formula."""
 
-    def function(t: Tokens) -> torch.Tensor:
+    def function(t: Tokens) -> Tensor:
         ratio = (t.log_probs - t.old).exp()
-        advantages = t.advantages
-        gap = t.ref - t.log_probs
-        tau = torch.where(advantages > 0, 1.0, 1.05)
-        clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
-        known = {
-            "sapo": 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages,
-            "clip": clipped,
-            "cispo": ratio.clamp(0.8, 1.3).detach() * advantages * t.log_probs,
-        }
-        for delta in (1.1, 1.6):  # below and above what it clips
-            of_delta = ratio.clamp(max=delta) * advantages
-            known[f"delta {delta}"] = torch.minimum(of_delta, ratio.clamp(0.8, 1.3) * advantages)
-        return (0.1 * (gap.exp() - gap - 1) if name == "cispo" else 0.0) - known[name] * t.weights
+        bounded = ratio.clamp(0.8, 1.3)
+        if name == "sapo":
+            # TRL's temperatures of the two signs.
+            tau = torch.where(t.advantages > 0, 1.0, 1.05)
+            return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * t.advantages * t.weights
+        if name == "cispo":
+            gap = t.ref - t.log_probs
+            term = 0.1 * (gap.exp() - gap - 1)
+            return term - bounded.detach() * t.advantages * t.log_probs * t.weights
+        delta = float(name.removeprefix("delta ")) if "delta" in name else math.inf
+        unclipped = ratio.clamp(max=delta) * t.advantages
+        return -torch.minimum(unclipped, bounded * t.advantages) * t.weights
 
-    loss = replace(LOSSES[name], aggregation="token-mean", over="update")
+    def value(m: Any) -> Tensor:
+        tokens = Tokens(m.advantages, m.weights, m.mask, m.log_probs, m.old, m.ref)
+        return (function(tokens) * m.mask).sum() / m.divisor
+
+    formula = replace(LOSSES[name], aggregation="token-mean", over="update")
     for seed in range(3):
-        given = rollout(seed, epochs=3, drift=0.5, weights=True, token_advantages=bool(seed % 2))
-
-        def value(m: Any) -> torch.Tensor:
-            tokens = Tokens(m.advantages, m.weights, m.mask, m.log_probs, m.old, m.ref)
-            return (function(tokens) * m.mask).sum() / m.divisor
-
-        pieces = train(given, value)
-        by_formula, by_function = (
-            check(given.batch, of, pieces) for of in (loss, Loss(name, function))
-        )
-        assert by_formula.findings == by_function.findings == () and (
-            by_formula.clipped or name == "sapo"
-        )
+        loop = rollout(seed, epochs=3, drift=0.5, weights=True, token_advantages=bool(seed % 2))
+        pieces = train(loop, value)
+        by_formula = check(loop.batch, formula, pieces)
+        by_function = check(loop.batch, Loss(name, function), pieces)
+        assert by_formula.findings == by_function.findings == ()
+        assert by_formula.clipped or name == "sapo"
         torch.testing.assert_close(
             by_formula.expected_UBT, by_function.expected_UBT, equal_nan=True
         )
         halved = [replace(piece, gradient_bT=piece.gradient_bT / 2) for piece in pieces]
-        assert names(check(given.batch, Loss(name, function), halved).findings) == ["scaled"]
+        assert names(check(loop.batch, Loss(name, function), halved).findings) == ["scaled"]
 
 
 def test_received_by_update_and_a_response_that_comes_twice() -> None:
-    given = rollout(32, updates=2, epochs=3)
-    receipt = receipt_of(given)
+    """Of 3 epochs of 2 updates each response is in 3, and what it received is the mean over these."""
+    loop = rollout(32, updates=2, epochs=3)
+    receipt = receipt_of(loop)
     assert receipt.ok and 0 < receipt.clipped < 0.6
     for row in range(8):
         held = [
-            update for update, step in enumerate(given.plan) if any(row in rows for _, rows in step)
+            update for update, step in enumerate(loop.plan) if any(row in rows for _, rows in step)
         ]
-        received = receipt.received_UBT[:, row].isfinite().all(dim=1)
-        assert received.nonzero().flatten().tolist() == held and len(held) == 3
-        torch.testing.assert_close(
-            receipt.received_UBT[held, row].mean(0), receipt.received_BT[row]
-        )
-    twice = check(given.batch, TOKEN_MEAN, [piece for piece in train(given) for _ in (1, 2)])
-    assert (
-        torch.allclose(twice.clipped_BT, receipt.clipped_BT)
-        and names(twice.findings)[0] == "repeated"
+        is_held_U = receipt.received_UBT[:, row].isfinite().all(dim=1)
+        assert is_held_U.nonzero().flatten().tolist() == held and len(held) == 3
+        mean_T = receipt.received_UBT[held, row].mean(0)
+        torch.testing.assert_close(mean_T, receipt.received_BT[row])
+    # Every micro-batch comes a second time.
+    twice = check(loop.batch, TOKEN_MEAN, train(loop) * 2)
+    torch.testing.assert_close(twice.clipped_BT, receipt.clipped_BT)
+    assert names(twice.findings)[0] == "repeated"
+
+
+def only(piece: Piece, rows: Tensor) -> Piece:
+    """A piece's responses that are among the rows; their places are those in the rows."""
+    at = torch.isin(piece.rows_b, rows)
+    return replace(
+        piece,
+        rows_b=torch.searchsorted(rows, piece.rows_b[at]),
+        log_probs_bT=piece.log_probs_bT[at],
+        gradient_bT=piece.gradient_bT[at],
     )
 
 
-def test_part_of_an_updates_responses_and_those_left_out() -> None:
-    """A host that reads some responses gives the totals of all; one left out counts in the divisor."""
-    given = rollout(33, updates=2, even=True)
-    pieces = train(given)
-    kept = torch.tensor([1, 2, 5])
-    steps = [torch.cat([rows for _, rows in step]) for step in given.plan]
-    totals = torch.tensor([[int(given.batch.mask_BT[rows].sum()), len(rows)] for rows in steps])
+def test_a_part_of_an_updates_responses() -> None:
+    """A host that reads some responses gives the totals of all."""
+    loop = rollout(33, updates=2, even=True)
+    pieces = train(loop)
+    # Three of eight responses; some micro-batches have none of them.
+    rows = torch.tensor([1, 2, 5])
     columns = {
-        name: values[kept]
-        for name, values in vars(given.batch).items()
-        if isinstance(values, torch.Tensor)
+        name: values[rows]
+        for name, values in vars(loop.batch).items()
+        if isinstance(values, Tensor)
     }
-
-    def only(piece: Piece, there: torch.Tensor, rows: torch.Tensor) -> Piece:
-        return replace(
-            piece,
-            rows_b=rows,
-            **{k: getattr(piece, k)[there] for k in ("log_probs_bT", "gradient_bT")},
-        )
-
-    there = [torch.isin(piece.rows_b, kept) for piece in pieces]
-    some = [
-        only(p, at, torch.searchsorted(kept, p.rows_b[at]))
-        for p, at in zip(pieces, there, strict=True)
-    ]
-    part = check(replace(given.batch, **columns, totals_U2=totals), TOKEN_MEAN, some)
-    assert any(len(piece.rows_b) == 0 for piece in some) and part.ok and part.responses == (3, 8)
-    torch.testing.assert_close(
-        part.received_BT, check(given.batch, TOKEN_MEAN, pieces).received_BT[kept]
+    steps = [torch.cat([rows for _, rows in step]) for step in loop.plan]
+    columns["totals_U2"] = torch.tensor(
+        [[int(loop.batch.mask_BT[rows].sum()), len(rows)] for rows in steps]
     )
-    given = rollout(34, token_advantages=False)
-    zero = given.batch.advantages_BT.abs().sum(1) == 0
-    without = [only(p, ~zero[p.rows_b], p.rows_b[~zero[p.rows_b]]) for p in train(given)]
-    assert names(check(given.batch, TOKEN_MEAN, without).findings) == ["missing"]
-    assert check(replace(given.batch, left_out_B=zero), TOKEN_MEAN, without).findings == ()
-    (lost,) = check(
-        replace(given.batch, left_out_B=zero | (torch.arange(8) == 1)), TOKEN_MEAN, without
-    ).findings
+    parts = [only(piece, rows) for piece in pieces]
+    assert not all(len(piece.rows_b) for piece in parts)
+    part = check(replace(loop.batch, **columns), TOKEN_MEAN, parts)
+    assert part.ok and part.responses == (3, 8)
+    expected = check(loop.batch, TOKEN_MEAN, pieces)
+    torch.testing.assert_close(part.received_BT, expected.received_BT[rows])
+
+
+def test_responses_that_are_left_out() -> None:
+    """On purpose where the batch says so; they count in the divisor."""
+    loop = rollout(34, token_advantages=False)
+    is_zero_B = loop.batch.advantages_BT.abs().sum(1) == 0
+    # The micro-batches hold the other responses alone.
+    rows = (~is_zero_B).nonzero()[:, 0]
+    pieces = []
+    for piece in train(loop):
+        part = only(piece, rows)
+        pieces.append(replace(part, rows_b=rows[part.rows_b]))
+    assert names(check(loop.batch, TOKEN_MEAN, pieces).findings) == ["missing"]
+    batch = replace(loop.batch, left_out_B=is_zero_B)
+    assert check(batch, TOKEN_MEAN, pieces).findings == ()
+    # Response 1 has an advantage.
+    batch = replace(loop.batch, left_out_B=is_zero_B | (torch.arange(8) == 1))
+    (lost,) = check(batch, TOKEN_MEAN, pieces).findings
     assert lost.name == "lost" and lost.what.startswith("1 of 8 responses")
 
 
 def test_a_line_has_the_factor_where_it_is_constant_and_what_it_explains() -> None:
-    """Every token at half, and the second one lost."""
-    given = rollout(37, token_advantages=False, ties=True)
-    receipt = receipt_of(given, times=0.5 * (torch.arange(12) != 1))
-    scaled, lost = receipt.findings
-    assert (scaled.name, scaled.size, scaled.low, scaled.high) == (
-        "scaled",
-        *[pytest.approx(0.5)] * 3,
-    )
-    assert (lost.name, lost.low, lost.high) == ("lost", 0, 0) and {
-        token for _, token, *_ in lost.examples
-    } == {1}
+    loop = rollout(37, token_advantages=False, ties=True)
+    # Every token at half, and the second one lost.
+    scaled, lost = receipt_of(loop, times=0.5 * (torch.arange(12) != 1)).findings
+    assert names([scaled, lost]) == ["scaled", "lost"]
+    assert [scaled.size, scaled.low, scaled.high] == pytest.approx([0.5] * 3)
+    assert (lost.low, lost.high) == (0, 0)
+    assert {token for _, token, *_ in lost.examples} == {1}
     assert scaled.explains + lost.explains == pytest.approx(1)
-    longest = (given.batch.mask_BT & (given.batch.advantages_BT != 0)).sum(1).topk(2).indices
-    factors = torch.ones(8, 1).index_put((longest,), torch.tensor([[1.7], [0.4]]))
-    (line,) = receipt_of(given, times=lambda m: factors[m.rows]).findings
-    assert line.name == "scaled by response" and line.where.startswith(
-        "constant in each response, 2 of 8"
-    )
-    assert (line.low, line.high) == (pytest.approx(0.4), pytest.approx(1.7))
+    # Two responses with a factor of their own.
+    # The two that most tokens tell of.
+    longest = (loop.batch.mask_BT & (loop.batch.advantages_BT != 0)).sum(1).topk(2).indices
+    factors_B1 = torch.ones(8, 1)
+    factors_B1[longest] = torch.tensor([[1.7], [0.4]])
+    (line,) = receipt_of(loop, times=lambda m: factors_B1[m.rows]).findings
+    assert line.name == "scaled by response"
+    assert line.where.startswith("constant in each response, 2 of 8")
+    assert (line.low, line.high) == pytest.approx((0.4, 1.7))
 
 
-def test_structure_alone_of_an_unknown_loss_prompts_that_train_and_a_lost_update() -> None:
-    given = rollout(35)
+def test_structure_alone_of_an_unknown_loss() -> None:
+    loop = rollout(35)
     unknown = verl_loss("somebody's own", "token-mean")
-    squares = check(
-        given.batch, unknown, train(given, lambda m: (m.log_probs.square() * m.mask).sum())
-    )
-    assert squares.ok and [finding.name for finding in squares.findings] == ["unknown loss"]
-    assert (
-        squares.expected_UBT.isnan().all()
-        and squares.received_BT.isfinite().all()
-        and squares.clipped is None
-    )
-    of_padding = check(given.batch, unknown, train(given, lambda m: m.log_probs.square().sum()))
-    assert names(of_padding.findings) == ["outside"]
-    pieces = train(given)
-    pieces[0] = replace(pieces[0], outside_b=torch.full((len(pieces[0].rows_b),), 0.1))
-    assert names(check(given.batch, TOKEN_MEAN, pieces).findings) == ["outside"]
-    given = rollout(46, epochs=2)
-    for gone, name in ((0.0, "lost"), (math.nan, "not finite")):
-        broken = [
-            replace(p, gradient_bT=gone * p.gradient_bT) if p.update else p for p in train(given)
-        ]
-        (line,) = check(given.batch, TOKEN_MEAN, broken).findings
-        assert (
-            line.name == name and math.isfinite(line.size) and "in optimiser steps 2" in line.where
-        )
+    pieces = train(loop, lambda m: (m.log_probs.square() * m.mask).sum())
+    receipt = check(loop.batch, unknown, pieces)
+    assert receipt.ok and [finding.name for finding in receipt.findings] == ["unknown loss"]
+    assert receipt.expected_UBT.isnan().all() and receipt.received_BT.isfinite().all()
+    assert receipt.clipped is None
+    # Padding trains as well.
+    pieces = train(loop, lambda m: m.log_probs.square().sum())
+    assert names(check(loop.batch, unknown, pieces).findings) == ["outside"]
+
+
+def test_prompts_that_train() -> None:
+    loop = rollout(35)
+    # The first micro-batch has gradients on its prompts.
+    first, *rest = train(loop)
+    first = replace(first, outside_b=torch.full((len(first.rows_b),), 0.1))
+    assert names(check(loop.batch, TOKEN_MEAN, [first, *rest]).findings) == ["outside"]
+
+
+@pytest.mark.parametrize(("factor", "name"), [(0.0, "lost"), (math.nan, "not finite")])
+def test_a_lost_update(factor: float, name: str) -> None:
+    loop = rollout(46, epochs=2)
+    pieces = [
+        replace(piece, gradient_bT=factor**piece.update * piece.gradient_bT)
+        for piece in train(loop)
+    ]
+    (line,) = check(loop.batch, TOKEN_MEAN, pieces).findings
+    assert line.name == name and math.isfinite(line.size) and "in optimiser steps 2" in line.where
 
 
 def test_rounding_is_no_mismatch() -> None:
-    """bf16 in gradients or advantages, and a ratio on the bound of the clip; bf16 policies are in the clean loops."""
-    seen = set()
+    """bf16 in gradients or advantages; bf16 policies are in the clean loops."""
+    findings = set()
     for seed in range(3):
-        given = rollout(seed, epochs=3, token_advantages=bool(seed % 2))
-        coarse = given.batch.advantages_BT.bfloat16()
-        narrow = [replace(p, gradient_bT=p.gradient_bT.bfloat16()) for p in train(given)]
-        rounded = receipt_of(given, advantages=lambda m, c=coarse: c[m.rows].float())
-        seen |= {*check(given.batch, TOKEN_MEAN, narrow).findings, *rounded.findings}
-    assert {(finding.name, finding.mismatch) for finding in seen} == {("rounded", False)}, [
-        str(each) for each in seen
+        loop = rollout(seed, epochs=3, token_advantages=bool(seed % 2))
+        narrow = [replace(p, gradient_bT=p.gradient_bT.bfloat16()) for p in train(loop)]
+        findings |= {*check(loop.batch, TOKEN_MEAN, narrow).findings}
+        rounded = receipt_of(loop, advantages=lambda m: m.advantages.bfloat16().float())
+        findings |= {*rounded.findings}
+    notes = {(finding.name, finding.mismatch) for finding in findings}
+    assert notes == {("rounded", False)}, list(map(str, findings))
+
+
+@pytest.mark.parametrize("nudge", [-3e-6, 3e-6])
+def test_a_ratio_on_the_bound_of_the_clip(nudge: float) -> None:
+    """In the second epoch, of every other token: by rounding what is clipped in the loss is not for the receipt."""
+    loop = rollout(45, epochs=2)
+    old_BT = loop.batch.old_log_probs_BT - 0.3
+    policy_UBT = loop.policy_UBT - 0.3
+    # Every other token has the ratio 1.2, the bound.
+    policy_UBT[1, :, ::2] = old_BT[:, ::2] + math.log(1.2)
+    batch = replace(loop.batch, old_log_probs_BT=old_BT)
+    pieces = [
+        replace(piece, log_probs_bT=piece.log_probs_bT - 2 * nudge)
+        for piece in train(Rollout(batch, policy_UBT + nudge, loop.plan))
     ]
-    given = rollout(45, epochs=2)
-    at_the_bound = given.batch.old_log_probs_BT - 0.3 + math.log(1.2)
-    policy = given.policy_UBT - 0.3
-    policy[1] = torch.where(torch.arange(12) % 2 == 0, at_the_bound, policy[1])
-    batch = replace(given.batch, old_log_probs_BT=given.batch.old_log_probs_BT - 0.3)
-    for nudge in (-3e-6, 3e-6):
-        moved = Rollout(batch, policy + nudge, given.plan)
-        shifted = [
-            replace(piece, log_probs_bT=piece.log_probs_bT - 2 * nudge) for piece in train(moved)
-        ]
-        assert check(batch, TOKEN_MEAN, shifted).findings == ()
+    assert check(batch, TOKEN_MEAN, pieces).findings == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_smallest_factor_that_is_seen(dtype: torch.dtype) -> None:
     """As the receipt says, with advantages of 1."""
-    given = rollout(7, token_advantages=False, ties=True)
-    pieces = train(given)
-    clean = check(
-        given.batch, TOKEN_MEAN, [replace(p, gradient_bT=p.gradient_bT.to(dtype)) for p in pieces]
-    )
+    loop = rollout(7, token_advantages=False, ties=True)
+    pieces = train(loop)
+    # The gradient as this type holds it.
+    narrow = [replace(piece, gradient_bT=piece.gradient_bT.to(dtype)) for piece in pieces]
+    clean = check(loop.batch, TOKEN_MEAN, narrow)
     assert clean.ok and 1.0001 < clean.seen_from < 1.07
-    batch = replace(given.batch, old_log_probs_BT=given.policy_UBT[0].to(dtype).float())
+    batch = replace(loop.batch, old_log_probs_BT=loop.policy_UBT[0].to(dtype).float())
     for share, expected in ((0.8, []), (1.3, ["scaled"])):
-        # The type of the log-probabilities tells the precision too
         factor = 1 + share * (clean.seen_from - 1)
-        scaled = [replace(p, gradient_bT=p.gradient_bT.double() * factor) for p in pieces]
-        exact = [replace(p, log_probs_bT=p.log_probs_bT.to(dtype)) for p in scaled]
-        assert names(check(batch, TOKEN_MEAN, exact).findings) == expected
+        # The type of the log-probabilities tells the precision, too.
+        scaled = [
+            replace(
+                piece,
+                log_probs_bT=piece.log_probs_bT.to(dtype),
+                gradient_bT=piece.gradient_bT.double() * factor,
+            )
+            for piece in pieces
+        ]
+        assert names(check(batch, TOKEN_MEAN, scaled).findings) == expected
 
 
-def test_the_hook_reads_what_autograd_gives_changes_nothing_and_goes() -> None:
+def test_the_hook_reads_what_autograd_gives_and_changes_nothing() -> None:
+    """The gradient of f x^2 is 2 f x."""
     policy = rollout(43).policy_UBT[0]
     factors = torch.arange(96.0).reshape(8, 12)
-    leaf, plain = (policy.clone().requires_grad_() for _ in range(2))
+    leaf = policy.clone().requires_grad_()
     with watch() as watched:
         for rows in torch.arange(8).split(3):
             log_probs = leaf[rows] * 1.0
             watched.read(log_probs, rows)
-            for of in (log_probs, plain[rows] * 1.0):
-                (of.square() * factors[rows]).sum().backward()
-    assert torch.equal(leaf.grad, plain.grad)
+            (log_probs.square() * factors[rows]).sum().backward()
+    # Three micro-batches of three, three and two responses.
     received = torch.cat([piece.gradient_bT for piece in watched.pieces])
     torch.testing.assert_close(received, 2 * policy * factors)
+    torch.testing.assert_close(leaf.grad, received)
     with torch.no_grad():
         assert Gradient(leaf * 1.0).values is None
+
+
+def test_the_hook_goes_with_its_context_after_an_error_too() -> None:
     watched = Watch()
     with pytest.raises(KeyError), watched:
-        first = torch.zeros(2, 3, requires_grad=True) * 1.0
-        watched.read(first, [0, 1], rank=1, scale=4.0)
-        first.sum().backward(retain_graph=True)
+        log_probs = torch.zeros(2, 3, requires_grad=True) * 1.0
+        watched.read(log_probs, [0, 1], rank=1, scale=4.0)
+        log_probs.sum().backward(retain_graph=True)
         raise KeyError
-    first.sum().backward()
+    log_probs.sum().backward()
     (piece,) = watched.pieces
+    # One backward of gradient 1, at the scale 4.
     assert piece.rank == 1 and torch.equal(piece.gradient_bT, torch.full((2, 3), 0.25))
 
 
@@ -392,46 +415,37 @@ def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixt
     """What was written is read again, and the exit status tells faults and a run that did not train; of a loss without a
     formula nothing is claimed. JSON is strict."""
     loop = rollout(44, epochs=2, drift=0.5, responses=64)
-    idle = replace(
-        loop, batch=replace(loop.batch, advantages_BT=torch.zeros_like(loop.batch.advantages_BT))
-    )
-    broken = [replace(piece, gradient_bT=piece.gradient_bT * math.nan) for piece in train(loop)]
     unknown = verl_loss("my_loss", "token-mean")
-    for name, receipt, loss, status, on_note in (
-        ("clean", receipt_of(loop), "ppo", 0, 0),
-        ("fault", receipt_of(loop, times=0.5), "ppo", 1, 1),
-        ("unknown", receipt_of(loop, unknown, times=-3.0), "my_loss", 0, 1),
-        ("idle", receipt_of(idle), "ppo", 1, 1),
-        ("broken", check(loop.batch, TOKEN_MEAN, broken), "ppo", 1, 1),
+    idle = replace(loop, batch=replace(loop.batch, advantages_BT=torch.zeros(64, 12)))
+    for name, receipt, status, status_on_note in (
+        ("clean", receipt_of(loop), 0, 0),
+        ("fault", receipt_of(loop, times=0.5), 1, 1),
+        ("unknown", receipt_of(loop, unknown, times=-3.0), 0, 1),
+        ("idle", receipt_of(idle), 1, 1),
+        ("broken", receipt_of(loop, times=math.nan), 1, 1),
     ):
         path = tmp_path / name
-        write(path, receipt, loss, 3)
-        assert main([str(path)]) == status
-        assert (
-            ("NOTHING TRAINED" in capsys.readouterr().out)
-            == (receipt.trained == 0)
-            == (name in ("idle", "broken"))
-        )
-        assert main([str(path), "--fail-on", "note"]) == on_note
-        assert main([str(path), "--fail-on", "nothing"]) == 0
+        write(path, receipt, "ppo", 3)
         (record,) = read(path, [])
-        assert record["tokens"] == int(loop.batch.mask_BT.sum()) and record["responses"] == [64, 64]
-        assert record["clipped"] == receipt.clipped and (receipt.clipped is None) == (
-            name == "unknown"
-        )
-        if name == "broken":
-            continue
-        assert [Finding.from_dict(finding) for finding in record["findings"]] == list(
-            receipt.findings
-        )
-    capsys.readouterr()
-    assert (
-        main([str(tmp_path / "fault"), "--json"]) == main([str(tmp_path / "broken"), "--json"]) == 1
-    )
-    fault, not_finite = capsys.readouterr().out.split("\n}\n{")
-    (line,) = json.loads(f"{fault}}}")["findings"]
-    assert line["mismatch"] and line["low"] == pytest.approx(0.5)
-    assert ": NaN" not in not_finite and '"received": null' in not_finite
+        assert record["tokens"] == int(loop.batch.mask_BT.sum())
+        assert record["responses"] == [64, 64] and record["clipped"] == receipt.clipped
+        assert (receipt.clipped is None) == (name == "unknown")
+        findings = [Finding.from_dict(finding) for finding in record["findings"]]
+        # NaN is not equal to itself.
+        assert name == "broken" or findings == [*receipt.findings]
+        assert main([str(path)]) == status
+        is_idle = "NOTHING TRAINED" in capsys.readouterr().out
+        assert is_idle == (receipt.trained == 0) == (name in ("idle", "broken"))
+        assert main([str(path), "--fail-on", "note"]) == status_on_note
+        assert main([str(path), "--fail-on", "nothing"]) == 0
+        capsys.readouterr()
+        main([str(path), "--json"])
+        printed = capsys.readouterr().out
+        assert len(json.loads(printed)["findings"]) == len(findings) and ": NaN" not in printed
+
+
+def test_a_file_without_a_receipt(tmp_path: Path) -> None:
+    # A record without its parts, and a line that is no JSON.
     (tmp_path / "nothing").write_text('{"step": 3}\nno json\n')
     assert main([str(tmp_path / "nothing")]) == main([str(tmp_path / "gone")]) == 2
 
@@ -439,18 +453,9 @@ def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.nightly
 def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     """Built from the folder, and imported where nothing of the package can be."""
-    build = (
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-    )
-    subprocess.run([*build, str(ROOT / "packages" / "token-receipt")], check=True)
+    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
+    folders = (str(tmp_path), str(ROOT / "packages" / "token-receipt"))
+    subprocess.run([sys.executable, *build, *folders], check=True)
     (wheel,) = tmp_path.glob("token_receipt-*.whl")
     script = """
 import sys, torch
@@ -459,11 +464,7 @@ from token_receipt import Batch, Loss, check, watch
 from token_receipt.report import main
 print({name.partition(".")[0] for name in set(sys.modules) - before} & {"grail_advantage", "numpy", "pyarrow"})
 """
-    run = {
-        "cwd": tmp_path,
-        "env": {"PYTHONPATH": str(wheel)},
-        "capture_output": True,
-        "text": True,
-        "check": True,
-    }
-    assert subprocess.run([sys.executable, "-c", script], **run).stdout == "set()\n"
+    # Nothing else is on the path.
+    environment = {"PYTHONPATH": str(wheel)}
+    command = [sys.executable, "-c", script]
+    assert subprocess.check_output(command, cwd=tmp_path, env=environment) == b"set()\n"

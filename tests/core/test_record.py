@@ -30,6 +30,7 @@ NAMES = ("grail", "step_values", "surprisal", "turn_rloo")
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     """With the first method's columns as the run's, and those of all of them."""
+    # GRAIL, two of turns, and one of a column.
     signals = {name: hosts.signal_of(name) for name in NAMES}
     return hosts.plain_table(
         signals[NAMES[0]], hosts.plain_rollouts(), by_method=signals
@@ -128,6 +129,7 @@ def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
 
 def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other() -> None:
     advantages = torch.tensor(hosts.ADVANTAGES)
+    # Then two reasons hold, and the first that stops it is named.
     advantages[hosts.TRUNCATED] = 0
     rollouts = hosts.plain_rollouts(advantages=advantages)
     host = PlainHost(tiny_model(), rollouts)

@@ -66,21 +66,16 @@ def weigh(
     )
 
 
-def test_bounds_gate_and_mass() -> None:
+def test_bounds() -> None:
     changes = [[math.log(ratio) for ratio in (1.1, 0.9, 2.0, 0.5, 1.0)]] * 3
     w = weigh(changes, [2.0, -0.5, 0.0])
     # The ratio of an incorrect response becomes its inverse before the clip.
-    assert w.high.nonzero().tolist() == [[0, 2], [1, 3]] and w.low.nonzero().tolist() == [
-        [0, 3],
-        [1, 2],
-    ]
-    only = weigh(changes, [2.0, -0.5, 0.0], gate="wrong").weights
-    assert torch.equal(only[1], w.weights[1]) and only[0].tolist() == [1.0] * 5
-    scaled = weigh(changes[:1], [2.0], normalize_mass=True).weights
-    torch.testing.assert_close(scaled[0], w.weights[0] * 5 / w.weights[0].sum())
+    assert w.high.nonzero().tolist() == [[0, 2], [1, 3]]
+    assert w.low.nonzero().tolist() == [[0, 3], [1, 2]]
 
 
 def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
+    # From 0.5 to 0 over 50 steps: in step 25 it is 0.25, and 1 + 0.25 * 0.2 is 1.05.
     cases = [(0, 10**6, 1.1), (None, 7, 1.1), (50, 0, 1.1), (50, 25, 1.05), (50, 49, 1.002)]
     for lam_steps, step, upper in cases:
         w = weigh([[5.0, -5.0, 0.0]], [1.0], step, lam_steps=lam_steps)
@@ -154,6 +149,7 @@ def test_plain_computation(kind: tuple[str, float, str, float | None, float, flo
         teacher = log_probs(f"{prompt_text}\n\n{asking.replace('{privileged}', gold)}")
         expected = []
         for new, old_log_prob in zip(teacher, old, strict=True):
+            # An incorrect response is blamed for tokens that the teacher finds less probable.
             ratio = math.exp(new - old_log_prob) if advantage > 0 else math.exp(old_log_prob - new)
             expected.append(
                 1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0
@@ -174,6 +170,7 @@ def test_rows_without_privileged_text() -> None:
     parts = {"old_log_probs": torch.full(BATCH.input_ids.shape, -2.0), "tokens": 1}
     with watch_inputs(embeddings) as forwards:
         all_weights = BATCH.of_responses(run(method, EXAMPLES, **parts).weights)
+    # Three responses have an advantage and tokens.
     assert len(forwards) == 3 and all(
         weights != [1.0] * len(weights) for weights in all_weights[:3]
     )

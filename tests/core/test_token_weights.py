@@ -100,17 +100,14 @@ def assert_matches(
 
 
 OPTIONS: dict[str, list] = {
-    **{
-        "leaf": list(LEAVES),
-        "alignment": ["predictor", "token"],
-        "gate": ["wrong", "correct", "all"],
-    },
-    **{
-        "target": ["span", "content"],
-        "statistics": ["response", "reasoning"],
-        "span": ["first", "last"],
-    },
-    **{"content_outside_gate": [True, False], "normalize_mass": [True, False]},
+    "leaf": list(LEAVES),
+    "alignment": ["predictor", "token"],
+    "gate": ["wrong", "correct", "all"],
+    "target": ["span", "content"],
+    "statistics": ["response", "reasoning"],
+    "span": ["first", "last"],
+    "content_outside_gate": [True, False],
+    "normalize_mass": [True, False],
 }
 NUMBERS = {
     "weight_mean": 1.25,
@@ -142,6 +139,7 @@ def test_any_options_on_any_model(
     options: dict,
     numbers: dict,
 ) -> None:
+    # These need no scores, and are rows like the others.
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in FEW_ROLLOUTS[::2]]
     batch = make_batch([*FEW_ROLLOUTS, *zeros], padding, extra=3)
     assert_matches(
@@ -162,6 +160,7 @@ def test_presets_on_every_kind_of_rollout_in_float32(family: str, tied: bool, pr
 
 def test_answers_in_another_format() -> None:
     texts = ("So #### 4 or #### -5.", "#### Step 2", "It is #### 1,0")
+    # The second has no number after its mark.
     batch = make_batch([Rollout("Two?", text, -1.0) for text in texts])
     for preset in ("official", "robust"):
         got = assert_matches(
@@ -186,6 +185,7 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str) ->
     compute(model, batch, Grail("official", target=target))
     with watch_inputs(model.model.embed_tokens) as embedded, watch_inputs(model.lm_head) as headed:
         compute(model, batch, Grail("official", target=target))
+    # The last target needs no forward of its own: it is predicted at the token before it.
     last_target = rollout.response.index(last)
     assert embedded == [(1, len(rollout.prompt) + last_target)]
     assert headed == [(1, last_target - rollout.response.index(first) + 1, 16)]
@@ -248,6 +248,7 @@ def test_the_hosts_of_the_documentation_weigh_the_same(name: str) -> None:
     remote = page["MyRemoteHost"](
         [page["MyWorker"](model, tokenizer) for _ in range(3)], with_log_probs
     )
+    # The workers compute the entropy themselves.
     for host, r in ((in_process, rollouts), (remote, with_log_probs)):
         advantages = page["token_advantages"](host, r, name, gate="all")[r.mask]
         torch.testing.assert_close(advantages, expected.advantages[inside])

@@ -92,39 +92,28 @@ class Environment:
             * torch.tensor([value(steps) for steps in self.steps], dtype=torch.float64)
         ).sum()
 
-    def moments(
+    def expected_gradient(
         self, name: str, options: Mapping[str, Any], size: int = 3, denominator: str = "constant"
-    ) -> tuple[torch.Tensor, float]:
-        """What a step's gradient is on average, (P,), and its variance, summed over the parameters; before any clipping. The
-        loss of a group of ``size`` is the sum over its tokens, divided by ``size``, or by the ``tokens`` of the group, or by
-        ``size`` times those of each ``response``."""
+    ) -> torch.Tensor:
+        """What a step's gradient is on average, (P,); before any clipping. The loss of a group of ``size`` is the sum over its
+        tokens, divided by ``size``, or by the ``tokens`` of the group, or by ``size`` times those of each ``response``."""
         groups = list(combinations_with_replacement(range(len(self.steps)), size))
         responses = [self.steps[place] for group in groups for place in group]
         of_turns_BK = turn_advantages(name, options, responses, size)
         probabilities = self.probabilities_R.detach()
         mean_P = torch.zeros_like(self.parameters_P)
-        square = 0.0
         for number, group in enumerate(groups):
+            # A group of the responses 0, 0, 1 comes in 3! / 2! orders.
             orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
+            weight = orders * probabilities[list(group)].prod()
             turns = [len(self.steps[place]) for place in group]
-            of_group_P = torch.zeros_like(self.parameters_P)
             for member, place in enumerate(group):
                 count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[
                     denominator
                 ]
-                of_group_P += (
-                    of_turns_BK[number * size + member, : turns[member]]
-                    @ self.turn_gradients[place]
-                    / count
-                )
-            weight = float(orders * probabilities[list(group)].prod())
-            mean_P = mean_P + weight * of_group_P.detach()
-            square = square + weight * float(of_group_P @ of_group_P)
-        return mean_P.detach(), square - float(mean_P @ mean_P)
-
-    def expected_gradient(self, name: str, options: Mapping[str, Any], **how: Any) -> torch.Tensor:
-        """The first of the :meth:`moments`."""
-        return self.moments(name, options, **how)[0]
+                advantages_K = of_turns_BK[number * size + member, : turns[member]]
+                mean_P += weight * (advantages_K @ self.turn_gradients[place]) / count
+        return mean_P.detach()
 
 
 @cache
@@ -150,6 +139,7 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
             now = [*steps_so_far, (saw, did)]
             ends = [chance]
             if (saw, did) in SAYS:
+                # A call that is cut off ends the response; it goes on with the rest of the probability.
                 ends = [chance * cut] if cut else []
             steps.extend([now] * len(ends))
             chances.extend(ends)
@@ -209,6 +199,7 @@ def turn_advantages(
 def compared(found_P: torch.Tensor, exact_P: torch.Tensor) -> tuple[float, float]:
     """The scale of an expected gradient and what no scale mends: its part along the true one, and the length of the rest, both
     in lengths of the true one."""
+    # The part along the true gradient, and the length of what is left.
     scale = float(found_P @ exact_P / (exact_P @ exact_P))
     return scale, float((found_P - scale * exact_P).norm() / exact_P.norm())
 
@@ -272,20 +263,11 @@ def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
     assert compared(masked_P, _truth(policy))[1] > 0.2
 
 
-def test_a_discount_and_the_variance_of_a_group_of_one() -> None:
-    """A discount's is the gradient of nothing; the baseline takes nothing from it. Without siblings advantages are returns."""
+def test_a_discount_gives_the_gradient_of_discounted_returns() -> None:
+    """Which is that of no reward; the baseline takes nothing from it."""
     policy = environment(stops=True)
     discounted_P = _of_turns(policy, lambda steps, turn: _returns(steps, turn, 0.6))
     _close(policy.expected_gradient("turn_rloo", {"gamma": 0.6}), discounted_P)
-    square = 0.0
-    for probability, steps, of_KP in zip(
-        policy.probabilities_R.tolist(), policy.steps, policy.turn_gradients, strict=True
-    ):
-        gradient_P = sum(_returns(steps, turn) * of_P for turn, of_P in enumerate(of_KP))
-        square += probability * float((gradient_P**2).sum())
-    found_P, variance = policy.moments("turn_rloo", {}, size=1)
-    _close(found_P, _truth(policy))
-    assert variance == pytest.approx(square - float((_truth(policy) ** 2).sum()), abs=EXACT)
 
 
 def test_the_others_are_biased() -> None:

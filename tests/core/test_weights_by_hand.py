@@ -97,6 +97,7 @@ SCORES = torch.tensor([[1.0, 3.0, NAN, NAN], [NAN] * 4, [2.0, INF, 5.0, 5.0], [7
 
 def test_weights_before_the_answer_and_elsewhere() -> None:
     """Response 1 has no token before its answer, response 2 a score that is not finite, response 3 needs no scores."""
+    # Response 0: scores 1 and 3 before the answer, doubled 2 and 6, its bounds; 0.5 from the answer on.
     w = run(SCORES, FOUR, CHOSEN)
     assert w.weights.tolist() == [[2.0, 6.0, 0.5, 0.5], *ONES]
     assert w.failed.tolist() == [False, False, True, False]
@@ -154,6 +155,7 @@ def test_given_advantages() -> None:
     )
     w = run(scores, r, [True, True, False, True], Advantages, non_finite_trains=False)
     assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [0.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
+    # Nobody is chosen: GRPO.
     w = run(scores, r, [False] * 4, Advantages)
     assert (
         w.advantages.tolist() == [[1.0] * 3, [2.0] * 3, [3.0, 3.0, 0.0], [0.0] * 3]
@@ -184,19 +186,17 @@ def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
 
 
 OPTIONS: dict[str, list] = {
-    **{"statistics": ["response", "reasoning"], "gate": ["wrong", "correct", "all"]},
-    **{
-        "weight_mean": [0.75, 2.0],
-        "weight_std": [0.1, 2.0],
-        "weight_min": [0.0, 0.9],
-        "weight_max": [1.2, 3.0],
-    },
-    **{
-        "content_weight": [0.0, 1.0, 4.0],
-        "content_outside_gate": [False, True],
-        "normalize_mass": [False, True],
-    },
-    **{"reshaper": ["log_zscore", "bilevel", "power", "mean_ratio"], "control": ["answer"]},
+    "statistics": ["response", "reasoning"],
+    "gate": ["wrong", "correct", "all"],
+    "weight_mean": [0.75, 2.0],
+    "weight_std": [0.1, 2.0],
+    "weight_min": [0.0, 0.9],
+    "weight_max": [1.2, 3.0],
+    "content_weight": [0.0, 1.0, 4.0],
+    "content_outside_gate": [False, True],
+    "normalize_mass": [False, True],
+    "reshaper": ["log_zscore", "bilevel", "power", "mean_ratio"],
+    "control": ["answer"],
 }
 
 
@@ -213,6 +213,7 @@ def test_grail_of_random_batches_against_the_plain_computation(
     seed: int, preset: str, options: dict
 ) -> None:
     """Any span and length, tokens between that do not train, scores over many orders of magnitude with zeros among them."""
+    # Preset and options as a user combines them.
     config = Grail(preset, **options)
     rows = random_rows(seed)
     draw = torch.Generator().manual_seed(seed)
@@ -267,6 +268,7 @@ def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
     method = type("OfTheThird", (Saliency,), of_third_last)(alignment=alignment)
     tokens = torch.tensor([5, 9, 2, 7, 1, 8, 3, 4])
     prepared = method.prepare(Row(tokens, 3, 5, None, -1.0, 0, 0), tokenizer)
+    # Nothing after the target matters: it is the token at 5.
     assert prepared.tokens.tolist() == tokens[:6].tolist(), "nothing after the target matters"
     (got,) = method.run(
         [prepared], HuggingFaceModel(model, tokenizer, 0.5, torch.device("cpu"), None, 0)
@@ -298,6 +300,7 @@ def test_a_reward_is_right_above_0() -> None:
 
 
 def test_a_reward_trains_up_to_the_largest() -> None:
+    # 1e18 itself trains, the next float does not.
     values = np.array([LARGEST, -LARGEST, np.nextafter(LARGEST, INF), INF, NAN])
     for can_train in (within_range(values), within_range(torch.tensor(values))):
         assert can_train.tolist() == [True, True, False, False, False]
@@ -322,6 +325,7 @@ def test_columns_by_hand() -> None:
 
 def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
     entropies = (0.0, 0.5, 1.0, 2.0)
+    # The bonus is 0.4 H, at most |A| / kappa = 1 / kappa.
     rows = [Columns(advantage, (), entropies) for advantage in (1.0, -1.0, 0.0)]
     for kappa in (2.0, 3.0, 7.0):  # 1 / 3 and 1 / 7 are exact in no float
         w = weighed(EntropyBonus(kappa=kappa, alpha=0.4), batch_of(rows))
@@ -331,12 +335,13 @@ def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
 
 
 def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
-    """By tokens 0.2125, by responses 0.1625."""
+    """By tokens 0.2125, by responses 0.175."""
 
     def mean_of_row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
         assert mask_BT.sum() == 8 and bool(values_BT.isfinite().all())
         return float(((values_BT * mask_BT).sum(dim=-1) / mask_BT.sum(dim=-1)).mean())
 
+    # By tokens (0.125 + 7 * 0.225) / 8 = 0.2125, by responses (0.125 + 0.225) / 2 = 0.175.
     rows = [Columns(1.0, [-1.0], [LOW]), Columns(-1.0, [-1.0] * 7, [0.225] * 7)]
     for threshold, by_tokens, by_rows in ((0.15, 1.0, 1.0), (0.2, 1.0, 1.1), (0.25, 1.1, 1.1)):
         method = Stare(threshold=threshold)
@@ -432,6 +437,7 @@ def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: st
             scores = torch.full((1, length), score, dtype=torch.float64)
             weights = MAPS[name].function(scores, torch.ones_like(scores).bool()).values
             assert name == "top" or weights[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
+    # No response, or no token.
     for shape in ((0, 4), (3, 0), (0, 0)):
         assert (
             MAPS[name]

@@ -46,19 +46,18 @@ def encode(text: str) -> list[int]:
 
 
 SIZES = {
-    **{
-        "vocab_size": len(CHARACTERS) + 2,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "head_dim": 8,
-    },
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-    },
-    **{"pad_token_id": PAD_ID, "bos_token_id": None, "eos_token_id": END_ID, "dtype": "float32"},
+    "vocab_size": len(CHARACTERS) + 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": None,
+    "eos_token_id": END_ID,
+    "dtype": "float32",
 }
 
 
@@ -82,29 +81,33 @@ _LONGROPE = {
     "long_factor": [8.0] * 4,
 }
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-_DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {"linear_num_key_heads": 2}
-_DELTA["linear_num_value_heads"] = 4
-_DELTA["layer_types"] = ["linear_attention", "full_attention"]
+_DELTA = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 FAMILY_SIZES = {
-    **{"vocab_size": 100, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 98},
+    # One size by the names that it has.
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 2),
     **dict.fromkeys(
         ("num_attention_heads", "num_heads", "n_head", "num_experts", "num_local_experts"), 4
     ),
-    **{
-        "num_key_value_heads": 2,
-        "num_experts_per_tok": 2,
-        "head_dim": 8,
-        "bos_token_id": 97,
-        "dtype": "float32",
-    },
-    **{
-        "initializer_range": 0.3,
-        "tie_word_embeddings": False,
-        "is_decoder": True,
-        "intermediate_size": 64,
-    },
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 97,
+    "eos_token_id": 98,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "dtype": "float32",
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "is_decoder": True,
+    "intermediate_size": 64,
 }
 """Of every configuration that has such an option."""
 
@@ -132,6 +135,7 @@ class Family:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        # The grouped kernels of experts need a GPU.
         if any(expert in vars(config) for expert in ("num_experts", "num_local_experts")):
             model.set_experts_implementation("eager")
         return model

@@ -204,7 +204,10 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     lines = [json.dumps({"question": f"{i}+1", "answer": f"So #### {i + 1}"}) for i in range(20)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    # In a folder whose own name says no split, as the test's does.
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "train.jsonl").write_text("\n".join(lines))
     slices = {
         ":default:train": range(20),
         "::train[-3:]": range(17, 20),
@@ -212,7 +215,7 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
         "::train[:2]+train[18:]": (0, 1, 18, 19),
     }
     for source, rows in slices.items():
-        assert list(problems(f"{tmp_path}{source}")["solution"]) == [str(row + 1) for row in rows]
+        assert list(problems(f"{hub}{source}")["solution"]) == [str(row + 1) for row in rows]
     # No JSON, and JSON that is no row.
     for bad in ("{", "[1]", '"text"'):
         (tmp_path / "bad.jsonl").write_text("\n".join([*lines, bad]))

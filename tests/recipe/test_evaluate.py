@@ -127,7 +127,7 @@ def test_both_graders_where_cuda_fills_the_address_space(
     monkeypatch.setenv("PYTHONPATH", str(pair))
     main([*regrade, "--grader", "both"])
     rows = read(pair / "a/results.json")["benchmarks"].values()
-    # The published grader does not read 1000 % as 10, and finds no box where a brace is open.
+    # The published grader compares texts as they are, so that it accepts fewer.
     assert [row["acc@3"]["value"] for row in rows] == pytest.approx([1 / 6, 5 / 9])
     assert [row["acc@3, published"]["value"] for row in rows] == pytest.approx([0, 2 / 9])
     assert all(row["no_verdict, published"] == row["no_verdict"] == 0 for row in rows)
@@ -139,14 +139,8 @@ def test_both_graders_where_cuda_fills_the_address_space(
 def test_the_script_hands_on_its_arguments() -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(PRINTS)}
     output = subprocess.check_output([*SCRIPT, "--compare", "a", "b c"], env=environment, text=True)
-    _, module, *arguments = output.split("\0")[1:-1]
-    assert module == "recipe.evaluate" and arguments == [
-        "--data-dir",
-        f"{ROOT}/data",
-        "--compare",
-        "a",
-        "b c",
-    ]
+    expected = f"-m recipe.evaluate --data-dir {ROOT}/data --compare a".split()
+    assert output.split("\0")[1:-1] == [*expected, "b c"]
 
 
 BOXES = {
@@ -222,7 +216,7 @@ ODD_RESULTS = {
 }
 ODD_SCORES = {
     "none": ([], "scores.jsonl"),
-    "no mapping": ([SCORE, 1], "line 2"),
+    "a number": ([SCORE, 1], "line 2"),
     "a verdict as text": ([{**SCORE, "right": "yes"}], "right"),
     "tokens without end": ([{**SCORE, "tokens": 10**400}], "tokens"),
     "an index as a list": ([{**SCORE, "index": [0]}], "index"),
@@ -363,7 +357,7 @@ def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
         runpy.run_module(command[2], run_name="__main__")
         merges.append(command)
 
-    monkeypatch.setattr(subprocess, "run", merge)
+    monkeypatch.setattr("recipe.evaluate.sampling.subprocess", SimpleNamespace(run=merge))
     save(tmp_path / "base")
     plain = logits(tmp_path / "base")
     adapted = adapter(tmp_path / "base")
@@ -400,8 +394,9 @@ def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
     sharded = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(complete).save_pretrained(sharded, max_shard_size="300KB")
     assert resolve_model(str(sharded))[0] == sharded
-    (sharded / "model-00002-of-00010.safetensors").unlink()
-    assert_refused(sharded, "lacks model-00002-of")
+    part = max(sharded.glob("model-*.safetensors"))
+    part.unlink()
+    assert_refused(sharded, f"lacks {part.name}")
     (sharded / "model.safetensors.index.json").unlink()
     assert_refused(sharded, r"lacks model\.safetensors\.index\.json")
     adapter(complete).save_pretrained(tmp_path / "adapter")

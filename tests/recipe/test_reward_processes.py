@@ -19,7 +19,6 @@ from grail_advantage import reward
 from grail_advantage.reward import _verify_pool, _verify_worker
 from grail_advantage.reward._normal import normal
 from tests.recipe.test_reward import accepts, judge, rows_of
-from tests.run_life.killed_run import lives
 
 # No plain number, so that every answer has to be parsed.
 GOLD = r"\frac{\sqrt{3}}{2}"
@@ -172,8 +171,11 @@ def test_no_answer_is_run(tmp_path: Path) -> None:
 
 def gone(pids: list[int], seconds: float = 60.0) -> bool:
     """Whether none of these processes runs any more, within this time."""
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return await_(lambda: not any(map(lives, processes)), seconds)
+
+    def runs(pid: int) -> bool:
+        return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+    return await_(lambda: not any(map(runs, pids)), seconds)
 
 
 @pytest.mark.slow

@@ -391,4 +391,5 @@ def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(
     changes["raw_prompt"] = [{"role": "user", "content": "1+2"}]
     for name, value in changes.items():
         seeds += _seeds(monkeypatch, **{name: value})
+    # Seven variants of three turns; verl hands vLLM a seed of 63 bits.
     assert len(set(seeds)) == len(seeds) == 21 and all(0 <= seed < 2**63 for seed in seeds)

@@ -110,6 +110,7 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
             for member in filter(lives, everybody):
                 if " ".join(member.cmdline()).startswith(AGENTS):
                     spared.add(member.pid)
+        # As the kernel does where memory runs short.
         os.kill(processes[name], signal.SIGKILL)
         assert driver.wait(timeout=BOUND) == status
         _await(

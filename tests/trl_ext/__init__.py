@@ -1,1 +1,1 @@
-"""TRL as a host of token weights. What imports TRL runs in processes of its own, see test_trl.py."""
+"""TRL as a host of token weights. What imports TRL runs in processes of its own, see environment.py."""

@@ -4,8 +4,8 @@ the newest TRL on the path."""
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
@@ -29,9 +30,7 @@ from grail_advantage.trl_ext import TokenWeightGRPOTrainer, rules
 from grail_advantage.trl_ext import trainer as trainer_module
 from grail_advantage.trl_ext.rules import LOSSES, OVERRIDDEN, Arguments
 from grail_advantage.weigh import weigh
-from recipe.marked_text import marked
 from recipe.published import trl_arguments
-from scripts import docs_pages
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import END, PAD, Family, Rollout, char_tokenizer, make_batch
 from tests.trl_ext import world
@@ -64,8 +63,9 @@ WHOLE = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": 
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Bit for bit: 8 updates of 4 micro-batches of 2, for each of two generation batches, which is used twice."""
-    settings = {"num_iterations": 2, "max_steps": 8, "learning_rate": 0.3, **MICRO, **options}
+    """Bit for bit: 4 updates, of 4 micro-batches of 2, by a generation batch that is used twice."""
+    # A large step, so that a difference of advantages shows in the parameters.
+    settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.3, **MICRO, **options}
     kinds = {GRPOTrainer: {}, TokenWeightGRPOTrainer: WHOLE}
     ends = [
         parameters(trained(tmp_path, kind, weights=weights, **settings).model)
@@ -74,34 +74,29 @@ def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, 
     assert torch.equal(*ends) and not torch.allclose(ends[0], parameters(new_model()), atol=1e-3)
 
 
+RESPONSES = [script for scripts in world.TEXTS.values() for script in scripts]
 ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.5, -0.5, 0.5, -0.5]
 """Of the responses: reward minus the group's mean."""
 
 
 def plain_weights(
     method: Method, model: Any = None, prompt: str = "{}", **options: Any
-) -> tuple[TokenWeights, torch.Tensor]:
+) -> tuple[TokenWeights, Tensor]:
     """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages. One
     that is cut off is masked."""
-    texts = [
-        (prompt.format(prompt_text), script)
-        for prompt_text, scripts in world.TEXTS.items()
-        for script in scripts
-    ]
-    pairs = zip(texts, ADVANTAGES, strict=True)
-    batch = make_batch(
-        [
-            Rollout(prompt_text, script.turns[0] + END * script.ends, a * script.ends)
-            for (prompt_text, script), a in pairs
-        ],
-        "right",
-    )
+    rollouts = []
+    for place, script in enumerate(RESPONSES):
+        text = prompt.format(list(world.TEXTS)[place // world.GENERATIONS])
+        response = script.turns[0] + END * script.ends
+        # One that does not end has the advantage 0, as both hosts mask truncated responses.
+        rollouts.append(Rollout(text, response, ADVANTAGES[place] * script.ends))
+    batch = make_batch(rollouts, "right")
     arguments = (model or new_model(), char_tokenizer(), *batch.tensors(), method)
     result = compute_token_weights(*arguments, temperature=world.TEMPERATURE, **options)
     return result, result.advantages[batch.response_mask.bool()]
 
 
-def of_responses(trainer: GRPOTrainer) -> torch.Tensor:
+def of_responses(trainer: GRPOTrainer) -> Tensor:
     """All token advantages of a batch of TRL's, one response after the other."""
     batch = generation_batch(trainer)
     return batch["advantages"][batch["completion_mask"].bool()]
@@ -109,17 +104,14 @@ def of_responses(trainer: GRPOTrainer) -> torch.Tensor:
 
 def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
     """Which is within the prepared model's forward: advantages are those of float32 but for its rounding."""
+    weights = {"token_weights": Grail(gate="all"), "token_dump": tmp_path}
     advantages = []
-    for name, bf16 in (("exact", False), ("half", True)):
-        trained(
-            tmp_path,
-            weights={"token_weights": Grail(gate="all"), "token_dump": tmp_path / name},
-            bf16=bf16,
-        )
-        advantages.append(np.concatenate([row.advantage_T for row in read_dump(tmp_path / name)]))
-    assert (
-        1e-4 < np.linalg.norm(advantages[1] - advantages[0]) / np.linalg.norm(advantages[0]) < 0.1
-    )
+    # The second run moves the files of the first into a folder beside.
+    for bf16 in (False, True):
+        trained(tmp_path / "run", weights=weights, bf16=bf16)
+        advantages.append(np.concatenate([row.advantage_T for row in read_dump(tmp_path)]))
+    exact, half = advantages
+    assert 1e-4 < np.linalg.norm(half - exact) / np.linalg.norm(exact) < 0.1
 
 
 UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
@@ -136,30 +128,28 @@ UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) -> None:
     """The update is that without these responses: no reward function scores them, TRL's ``None``."""
-    (values, options) = UNUSABLE[case]
+    values, options = UNUSABLE[case]
+    second = [0.0] * 4 + values
+    unusable = [abs(value) >= 1e17 for value in second]
     trainers = []
-    outcomes = [script.outcome for scripts in world.TEXTS.values() for script in scripts]
-    values = [0.0] * 4 + values
-    bad = [abs(value) >= 1e17 for value in values]
-    for name, none in (("known", [False] * 8), ("none", bad)):
+    for name in ("known", "none"):
         options["reward"] = []
-        for column in (outcomes, values):
-            rewards = [None if skip else value for value, skip in zip(column, none, strict=True)]
+        for column in ([script.outcome for script in RESPONSES], second):
+            rewards = list(column)
+            # What TRL has for a response that no function judges.
+            if name == "none":
+                rewards = np.where(unusable, None, column).tolist()
             options["reward"].append(lambda *, rewards=rewards, **_: rewards)
-        trainers.append(
-            trained(
-                tmp_path,
-                weights={"token_weights": "grail", "token_dump": tmp_path / name},
-                **options,
-            )
-        )
-    assert torch.equal(*(parameters(trainer.model) for trainer in trainers))
-    assert not torch.equal(parameters(trainers[0].model), parameters(new_model())), (
-        "the other responses train"
-    )
-    assert logged(trainers[0])["grail/unjudged_rate"] == pytest.approx(sum(bad) / 8)
-    for row in [row for row, skip in zip(read_dump(tmp_path / "known"), bad, strict=True) if skip]:
-        assert (row.outcome is None or abs(row.reward) > LARGEST) and not row.advantage_T.any()
+        weights = {"token_weights": "grail", "token_dump": tmp_path / name}
+        trainers.append(trained(tmp_path, weights=weights, **options))
+    models = [parameters(trainer.model) for trainer in trainers]
+    assert torch.equal(*models)
+    assert not torch.equal(models[0], parameters(new_model())), "the other responses train"
+    assert logged(trainers[0])["grail/unjudged_rate"] == pytest.approx(sum(unusable) / 8)
+    for row, is_unusable in zip(read_dump(tmp_path / "known"), unusable, strict=True):
+        if is_unusable:
+            assert row.outcome is None or abs(row.reward) > LARGEST
+            assert not row.advantage_T.any()
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
@@ -169,13 +159,10 @@ def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
     rewards, expected = UNJUDGED[name]
     trainer = build(tmp_path, weights=WHOLE, reward=lambda **_: [*rewards, 1.0, 0.0, 1.0, 0.0])
     batch = generation_batch(trainer)
-    for advantage_T, mask_T, value in zip(
-        batch["advantages"], batch["completion_mask"].bool(), expected, strict=False
-    ):
-        expected_value = 0.0 if math.isnan(value) else value
-        torch.testing.assert_close(
-            advantage_T[mask_T], torch.full((int(mask_T.sum()),), expected_value)
-        )
+    # The second prompt has usable rewards alone; its responses are the last four.
+    expected_B1 = torch.tensor(expected).nan_to_num(0.0)[:, None]
+    mask_BT = batch["completion_mask"][:4]
+    torch.testing.assert_close(batch["advantages"][:4], expected_B1 * mask_BT)
 
 
 def logged(trainer: GRPOTrainer) -> dict[str, float]:
@@ -183,27 +170,22 @@ def logged(trainer: GRPOTrainer) -> dict[str, float]:
     return next(entry for entry in trainer.state.log_history if "grail/selected_rate" in entry)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_mean_of_the_runs_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
-) -> None:
-    """Which a method's threshold is compared with. dr_grpo divides by the longest length, not by the batch's width."""
-    trainer = build(tmp_path, weights={"token_weights": "uniform"}, loss_type=loss_type)
-    values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
-    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    expected = {
-        "grpo": 11 / 4,
-        "sapo": 11 / 4,
-        "dr_grpo": 7 / 2 / trainer.args.max_completion_length,
-    }
+def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a method's threshold is compared with, of two responses: 1 2 and 4."""
     rollouts = []
     monkeypatch.setattr(
         trainer_module, "weigh", lambda r, *rest: rollouts.append(r) or weigh(r, *rest)
     )
-    generation_batch(trainer)
-    assert rollouts[0].mean(values_BT, mask_BT) == pytest.approx(
-        expected.get(loss_type, 7 / 3), rel=1e-6
-    )
+    trainer = build(tmp_path, weights={"token_weights": "uniform"})
+    values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
+    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
+    # The mean of 3 / 2 and 4; 7 over both and the longest length, not the batch's width; 7 over three tokens.
+    longest = trainer.args.max_completion_length
+    expected = {"grpo": 11 / 4, "sapo": 11 / 4, "dr_grpo": 7 / 2 / longest}
+    for trainer.loss_type in LOSSES:
+        generation_batch(trainer)
+        mean = rollouts[-1].mean(values_BT, mask_BT)
+        assert mean == pytest.approx(expected.get(trainer.loss_type, 7 / 3), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -214,18 +196,6 @@ def test_the_update_is_the_same_without_zero_advantage_responses(
 ) -> None:
     """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
     that the run misses, and is made once. Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
-    moved = []
-    seen = []
-    states = []
-    zeros = set()
-
-    class Recording(TokenWeightGRPOTrainer):
-        def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            zeros.add(int((inputs["advantages"] == 0).all(dim=1).sum()))
-            loss = super()._compute_loss(model, inputs)
-            states.append(torch.get_rng_state())
-            return loss
-
     options = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -235,24 +205,33 @@ def test_the_update_is_the_same_without_zero_advantage_responses(
         "learning_rate": 0.3,
         "max_grad_norm": 0.0,
         "scale_rewards": "group" if loss_type == "cispo" else "none",
-        "reward": lambda **_: [0.0, 0.0, 1.0, 0.0] + [0.0] * 4,
+        # The third response of the first prompt alone is better than its siblings.
+        "reward": lambda **_: [0.0, 0.0, 1.0] + [0.0] * 5,
     }
+    moved = []
+    rows = []
+    states = []
     for skip in (False, True):
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        of_tools = world.talks() | {"weights": {**weights, "tools": [world.GAME.guess]}}
-        trainer = build(
-            tmp_path, Recording, **(of_tools if tools else {"weights": weights}) | options
-        )
+        # Conversations have a model and data of their own.
+        settings = options
+        if tools:
+            settings = world.talks() | options
+            weights["tools"] = [world.GAME.guess]
+        trainer = build(tmp_path, weights=weights, **settings)
         start = parameters(trainer.model).clone()
+        # Each pass through the model shows its number of responses.
         with watch_inputs(trainer.model.model.layers[0]) as shapes:
             trainer.train()
-        seen.append([shape[0] for shape in shapes])
+        rows.append([shape[0] for shape in shapes])
+        states.append(torch.get_rng_state())
         moved.append(parameters(trainer.model) - start)
     largest = float(moved[0].abs().max())
     torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4 * largest)
-    assert largest > 1e-3 and len(zeros) > 1
-    assert len(seen[1]) == len(seen[0]) + 7 and sum(seen[1]) - (3 * 1 + 4 + 2 * 1) < sum(seen[0])
-    assert all(map(torch.equal, states[: len(states) // 2], states[len(states) // 2 :]))
+    assert largest > 1e-3
+    # The probe has 7 passes, with 9 rows more.
+    assert len(rows[1]) == len(rows[0]) + 7 and sum(rows[1]) - 9 < sum(rows[0])
+    assert torch.equal(*states)
 
 
 def mixing() -> Any:
@@ -265,13 +244,11 @@ def mixing() -> Any:
 
 
 DEPENDING = {
-    "dropout": lambda: {"model": new_model(attention_dropout=0.1)},
-    "LoRA's dropout": lambda: {
-        "model": get_peft_model(
-            new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
-        )
-    },
-    "rows that see each other": lambda: {"model": mixing()},
+    "dropout": lambda: new_model(attention_dropout=0.1),
+    "LoRA's dropout": lambda: get_peft_model(
+        new_model(), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+    ),
+    "rows that see each other": mixing,
 }
 
 
@@ -281,32 +258,30 @@ def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(
 ) -> None:
     """It is refused before the first update; TRL's own training, and a micro-batch of one response, go on."""
     for skip, size in ((True, 4), (True, 1), (False, 4)):
+        # A micro-batch of one response has no neighbour.
+        is_refused = skip and size > 1
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
-        trainer = build(tmp_path, weights=weights, **sizes, **DEPENDING[name]())
-        refused = skip and size > 1
+        trainer = build(tmp_path, weights=weights, model=DEPENDING[name](), **sizes)
         start = parameters(trainer.model).clone()
-        if refused:
-            with pytest.raises(ValueError, match="skip_zero_advantage"):
-                trainer.train()
-        else:
+        refusal = pytest.raises(ValueError, match="skip_zero_advantage")
+        with refusal if is_refused else nullcontext():
             trainer.train()
-        assert torch.equal(start, parameters(trainer.model)) == refused
+        assert torch.equal(start, parameters(trainer.model)) == is_refused
 
 
 def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path) -> None:
     """And train as in TRL's own trainer where a method has no pass."""
-    ends = []
     adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    # Scores of three tokens more than the response has would be shifted by three.
+    weights = {"token_weights": Grail(gate="all"), "peft_config": adapter}
     with pytest.raises(ValueError, match="virtual tokens"):
-        generation_batch(
-            build(tmp_path, weights={"token_weights": Grail(gate="all"), "peft_config": adapter})
-        )
+        generation_batch(build(tmp_path, weights=weights))
+    ends = []
     for kind, weights in ((GRPOTrainer, {}), (TokenWeightGRPOTrainer, WHOLE)):
         torch.manual_seed(0)
-        ends.append(
-            parameters(trained(tmp_path, kind, weights={**weights, "peft_config": adapter}).model)
-        )
+        trainer = trained(tmp_path, kind, weights={**weights, "peft_config": adapter})
+        ends.append(parameters(trainer.model))
     assert torch.equal(*ends)
 
 
@@ -319,6 +294,7 @@ def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path
     for _ in range(2):  # at first the model is asked how it computes
         with watch_inputs(trainer.model.model.embed_tokens) as shapes:
             batch = generation_batch(trainer)
+    # Two responses in TRL's padding is what an update takes at once.
     width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
     assert sum(rows for rows, _ in shapes) == 4 and max(rows for rows, _ in shapes) > 1
     assert max(rows * length for rows, length in shapes) <= 2 * width
@@ -330,6 +306,7 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: 
         assert logged(trainer)[f"grail/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
     assert logged(trainer)["grail/truncated_rate"] == 1 / 8 and logged(trainer)["grail/seconds"] > 0
     assert list(trainer._logs["advantages"]) == pytest.approx(ADVANTAGES)
+    # In evaluation TRL reads one advantage a response.
     trainer.model.eval()
     assert generation_batch(trainer)["advantages"].shape == (8,), "evaluation is not weighted"
 
@@ -344,6 +321,7 @@ def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
         expected = plain_weights(method, step=trainer.state.global_step)[1]
         torch.testing.assert_close(by_step[-1], expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(*by_step)
+    # This control draws nothing.
     method = Grail(control="answer")
     torch.testing.assert_close(
         of_responses(build(tmp_path, weights={"token_weights": method})), plain_weights(method)[1]
@@ -359,6 +337,7 @@ def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(tmp_p
         ]
         for prompt, of_prompt in world.TEXTS.items()
     }
+    # TRL counts a last token that is the end or the padding token as an end.
     figures = logged(trained(tmp_path, scripts=scripts))
     assert figures["grail/truncated_rate"] == figures["completions/clipped_ratio"] == 0
 
@@ -377,16 +356,14 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     )
     advantages = of_responses(trainer)
     assert all(p.grad is None for p in trainer.model.parameters())
-    start = {
-        name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()
-    }
+    start = {name: values.clone() for name, values in trainer.model.state_dict().items()}
     trainer.train()
-    same = {name: torch.equal(p, start[name][1]) for name, p in trainer.model.named_parameters()}
-    assert all(same[name] for name, (trains, _) in start.items() if not trains) and not all(
-        same.values()
-    )
-    for name, parameter in trainer.model.named_parameters():
-        parameter.data.copy_(start[name][1])
+    adapted = dict(trainer.model.named_parameters())
+    moved = {name for name, values in adapted.items() if not torch.equal(values, start[name])}
+    assert moved and all(adapted[name].requires_grad for name in moved)
+    # Two steps at a rate of 0.5 have moved the adapter.
+    # Back to the policy that was scored.
+    trainer.model.load_state_dict(start, strict=False)
     expected = plain_weights(method, trainer.model.merge_and_unload().eval(), **answer)[1]
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(advantages, plain_weights(method, **answer)[1], atol=0.02)
@@ -402,9 +379,7 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: fl
     weights = {"token_weights": method, "peft_config": adapter}
     trainer = build(tmp_path, weights=weights, beta=beta)
     advantages = of_responses(trainer)
-    cut_off = torch.tensor(
-        [not script.ends for scripts in world.TEXTS.values() for script in scripts]
-    )
+    cut_off = torch.tensor([not script.ends for script in RESPONSES])
     expected = plain_weights(method, trainer.model, masked=cut_off)[1]
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(advantages, plain_weights(method_of("uniform"))[1], atol=0.02)
@@ -412,6 +387,7 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: fl
     trained(tmp_path, weights=weights, beta=beta, max_steps=2, learning_rate=0.1)
     for row in read_dump(tmp_path / "tokens"):
         signal = row.old_log_prob_T - row.ref_log_prob_T
+        # lam 0.25: a quarter of the advantage, three of the log-ratio to the reference.
         mixed = 0.25 * row.base_advantage_T + 0.75 * signal
         np.testing.assert_allclose(
             row.advantage_T, 0 * mixed if row.truncated else mixed, atol=1e-5
@@ -433,6 +409,7 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
         Example(row["prompt"], {"solution": row["solution"]}, {}) for row in data for _ in range(4)
     ]
     result, expected = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
+    # Otherwise rlsd reads no column.
     assert result.stats["weight_deviation"] > 0.01
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
 
@@ -494,55 +471,64 @@ OF_METHOD = {
 EXAMPLES = {**REFUSED, **AGAINST_SKIPPING, **WARNED}
 
 
-def arguments(folder: Path, example: Mapping[str, Any]) -> Arguments:
-    """Of a trainer with these settings in place of its own: this machine cannot start all of them."""
-    method = parse_method(example.get("token_weights", "grail"))
-    trainer = build(folder, loss_type="dr_grpo", scale_rewards="group")
-    args = copy(trainer.args)
-    state = trainer.accelerator.state
-    stand_in = SimpleNamespace(
-        **{**vars(trainer), "args": args, "is_fsdp_enabled": "fsdp" in example}
-    )
-    processes = 2 if method.whole_groups else 1
-    stand_in.accelerator = SimpleNamespace(
-        num_processes=processes, state=state, parallelism_config=None
-    )
-    for name, value in example.items():
-        if name == "reward_funcs":
-            stand_in.reward_func_names = [function.__name__ for function in value]
-        value = SimpleNamespace(column_names=list(value)) if name == "train_dataset" else value
-        setattr(args if hasattr(args, name) else stand_in, name, value)
-    return Arguments(stand_in, method)
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Arguments]:
+    """Makes those of a trainer with other settings than its own: this machine cannot start all of them."""
+    trainer = build(tmp_path_factory.mktemp("rules"), loss_type="dr_grpo", scale_rewards="group")
+
+    def changed(**example: Any) -> Arguments:
+        method = parse_method(example.get("token_weights", "grail"))
+        args = copy(trainer.args)
+        # A copy, as the examples share the trainer.
+        stand_in = SimpleNamespace(**vars(trainer))
+        stand_in.args = args
+        stand_in.is_fsdp_enabled = "fsdp" in example
+        stand_in.accelerator = SimpleNamespace(
+            # Groups are split only where there are two processes.
+            num_processes=2 if method.whole_groups else 1,
+            state=trainer.accelerator.state,
+            parallelism_config=None,
+        )
+        for name, value in example.items():
+            # TRL keeps names of the functions.
+            if name == "reward_funcs":
+                stand_in.reward_func_names = [function.__name__ for function in value]
+            if name == "train_dataset":
+                value = SimpleNamespace(column_names=list(value))
+            setattr(args if hasattr(args, name) else stand_in, name, value)
+        return Arguments(stand_in, method)
+
+    return changed
+
+
+ALL_RULES = (*rules.RULES, *rules.AGAINST_SKIPPING)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_setting_breaks_its_rule_alone(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+    name: str, arguments: Callable[..., Arguments], caplog: pytest.LogCaptureFixture
 ) -> None:
     """And is named by TRL's own option, or the method's."""
-    settings = arguments(tmp_path, EXAMPLES[name])
-    all_rules = (*rules.RULES, *rules.AGAINST_SKIPPING)
-    assert not [rule for rule in all_rules if rule.when(arguments(tmp_path, {}))]
-    (rule,) = (rule for rule in all_rules if rule.when(settings))
+    settings = arguments(**EXAMPLES[name])
+    # One rule and no other.
+    (rule,) = (rule for rule in ALL_RULES if rule.when(settings))
     option = OF_METHOD.get(name, next(iter(EXAMPLES[name])))
     names = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
     assert option in names or name in OF_METHOD
-    if name in WARNED:
-        check_rules(all_rules, settings)
-        assert caplog.messages[-1].startswith(f"{option}=")
-    else:
-        with pytest.raises(ValueError, match=f"^{option}="):
-            check_rules(all_rules, settings)
     assert rule.warned == (name in WARNED)
+    refusal = pytest.raises(ValueError, match=f"^{option}=")
+    with nullcontext() if rule.warned else refusal:
+        check_rules(ALL_RULES, settings)
+    # A warning names the option, too.
+    if rule.warned:
+        assert caplog.messages[-1].startswith(f"{option}=")
 
 
-def test_every_rule_has_an_example(tmp_path: Path) -> None:
-    """So that a rule that goes leaves an example that nothing refuses, or warns of."""
-    all_rules = (*rules.RULES, *rules.AGAINST_SKIPPING)
-    of_examples = [arguments(tmp_path, example) for example in EXAMPLES.values()]
-    assert not [
-        rule for rule in all_rules if not any(rule.when(settings) for settings in of_examples)
-    ]
+def test_every_rule_has_an_example(arguments: Callable[..., Arguments]) -> None:
+    """So that a rule that goes leaves an example that nothing refuses, or warns of; the trainer itself breaks none."""
+    examples = [arguments(**example) for example in EXAMPLES.values()]
+    assert all(any(rule.when(settings) for settings in examples) for rule in ALL_RULES)
+    assert not any(rule.when(arguments()) for rule in ALL_RULES)
 
 
 def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None:
@@ -555,7 +541,9 @@ def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None
         )
 
 
-def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
+def test_options_are_refused_as_a_trainer_is_made(
+    tmp_path: Path, arguments: Callable[..., Arguments]
+) -> None:
     """And the published ones are not."""
     for option, weights, settings in (
         ("loss_type", {}, {"loss_type": "luspo"}),
@@ -568,16 +556,13 @@ def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=option):
             build(tmp_path, weights=weights, **settings)
+    # An update has 256 responses with any number of processes.
     published = GRPOConfig(
         **{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)}
     )
     names = ("loss_type", "bf16", "top_entropy_quantile")
-    check_rules(
-        rules.RULES, arguments(tmp_path, {name: getattr(published, name) for name in names})
-    )
+    check_rules(rules.RULES, arguments(**{name: getattr(published, name) for name in names}))
     assert published.generation_batch_size == 256 and published.num_iterations == 4
-    page = (docs_pages.ROOT / "docs/works_with.md").read_text(encoding="utf-8")
-    assert marked(page, "trl").split("\n") == docs_pages.trl()
 
 
 def test_another_trl(
@@ -585,10 +570,12 @@ def test_another_trl(
 ) -> None:
     """A newer one is warned of; refused is one without an overridden method, or with other advantages in its loss."""
     for name, texts in world.WORLD["relied_on"].items():
+        # Texts without which an override does something else than it says.
         source = inspect.getsource(getattr(GRPOTrainer, name))
         assert not [text for text in texts if text not in source], name
     rules.check_version(trl.__version__)
     assert not caplog.messages
+    # Newer than any that was tested.
     rules.check_version("99.0")
     assert "99.0" in caplog.text
 

@@ -1,10 +1,9 @@
 """The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), its files, and what tokens receive in TRL's
-updates; run by test_trl.py with TRL on the path."""
+updates; run by test_trl_runs.py with TRL on the path."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from filelock import FileLock
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
@@ -74,60 +74,59 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
     """Bit for bit, as every number comes from the same computation in the same micro-batches. A response that TRL masks
     keeps its tokens, and receives nothing."""
     method = hosts.signal_of(name)
-    weights = {"token_weights": method, "token_dump": {"folder": tmp_path, "responses": None}}
-    options = {
-        "model": tiny_model(),
-        "tokenizer": char_tokenizer(),
-        "weights": {**weights, "rollout_func": written_down},
-    }
-    options["data"] = Dataset.from_dict(
-        {"prompt": list(GOLD), "solution": [f"so\n#### {truth}" for truth in GOLD.values()]}
+    dump = {"folder": tmp_path, "responses": None}
+    weights = {"token_weights": method, "token_dump": dump, "rollout_func": written_down}
+    truths = [f"so\n#### {truth}" for truth in GOLD.values()]
+    # All responses are one micro-batch, so that padding is that of the plain model.
+    trainer = build(
+        tmp_path / "run",
+        model=tiny_model(),
+        tokenizer=char_tokenizer(),
+        weights=weights,
+        data=Dataset.from_dict({"prompt": list(GOLD), "solution": truths}),
+        reward=lambda **_: [response.reward for response in hosts.RESPONSES],
+        num_generations=hosts.GROUP_SIZE,
+        per_device_train_batch_size=hosts.COUNT,
+        max_completion_length=hosts.LIMIT,
+        mask_truncated_completions=masked is not None,
+        scale_rewards="group",
     )
-    options["num_generations"] = hosts.GROUP_SIZE
-    options["per_device_train_batch_size"] = hosts.COUNT
-    options["max_completion_length"] = hosts.LIMIT
-    options["mask_truncated_completions"] = masked is not None
-    options["reward"] = lambda **_: [response.reward for response in hosts.RESPONSES]
-    trainer = build(tmp_path / "run", scale_rewards="group", **options)
     trainer.scale_rewards = "none"  # which is refused with turns, but is the plain model's
     trainer.train()
     table = hosts.dumped_table(tmp_path)
     dump = read_dump(tmp_path)
     header = dump.files[0].header
-    assert (header.method, header.options, header.temperature) == (
-        method.name,
-        method.model_dump(),
-        hosts.TEMPERATURE,
-    )
-    assert (header.step, header.rows_in_step) == (1, hosts.COUNT)
+    assert (header.method, header.options) == (method.name, method.model_dump())
+    assert (header.temperature, header.step) == (hosts.TEMPERATURE, 1)
+    assert header.rows_in_step == hosts.COUNT
 
     rollouts = hosts.plain_rollouts(keys=[f"1_{place}" for place in range(hosts.COUNT)])
     mask_BT = rollouts.mask.clone()
-    facts = {**rollouts.facts, "labels": [{}] * hosts.COUNT}
     if masked is not None:
         mask_BT[masked] = False
+    facts = {**rollouts.facts, "labels": [{}] * hosts.COUNT}
     if isinstance(method, TurnMethod):
         facts["labels"] = [
             {"turn_rewards": list(rewards)} if rewards else {}
             for rewards in rollouts.fields["tool_rewards"]
         ]
+    # Of GSM8K's form the dump shows what is after ####.
     facts["ground_truth"] = [GOLD[response.prompt] for response in hosts.RESPONSES]
     rollouts = replace(rollouts, mask=mask_BT, facts=facts)
-    # TRL's micro-batch
+    # Tokens of TRL's micro-batch.
     expected = hosts.plain_table(method, rollouts, tokens=hosts.COUNT * rollouts.padded_length)
-    place = table.column_names.index("rollout_log_probs")
-    sampled = table["rollout_log_probs"].to_pylist()
-    for values, response in zip(sampled, hosts.RESPONSES, strict=True):
-        np.testing.assert_equal(
-            values, np.where(response.written, -np.array(response.ids, dtype=float), np.nan)
-        )
-    hosts.assert_same(
-        table.set_column(place, table.schema.field(place), expected["rollout_log_probs"]), expected
-    )
+    # The sampled log-probabilities are written down, and not the plain model's.
+    for values, response in zip(
+        table["rollout_log_probs"].to_pylist(), hosts.RESPONSES, strict=True
+    ):
+        ids = np.array(response.ids, dtype=float)
+        np.testing.assert_equal(values, np.where(response.written, -ids, np.nan))
+    names = [name for name in table.column_names if name != "rollout_log_probs"]
+    hosts.assert_same(table.select(names), expected.select(names))
     for row in dump:
-        np.testing.assert_allclose(
-            np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5
-        )
+        # On policy and unclipped each token receives its advantage; a masked response has no number.
+        received_T = np.nan_to_num(row.received_T)
+        np.testing.assert_allclose(received_T, row.advantage_T, rtol=1e-3, atol=1e-5)
 
 
 def figures(folder: Path, name: str) -> dict[int, float]:
@@ -143,24 +142,29 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     weights = {"token_dump": {"folder": tokens, "every": 2, "responses": 4}}
     saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
     trainer = build(tmp_path, max_steps=6, **saving)
+    # Another training holds the folder: nothing is written.
     with FileLock(tokens / ".run.lock"), pytest.raises(ValueError, match=r"^token_dump's folder="):
         trainer.train()
     assert not list(tmp_path.rglob("*.parquet")) and not list(tmp_path.rglob("metrics.jsonl"))
     trainer.train()
+    # Every second step of six, and a group of four of each step's two.
     rows = list(read_dump(tokens))
     assert [row.step for row in rows] == [2] * 4 + [4] * 4 + [6] * 4
     assert all(len({row.group for row in rows[at : at + 4]}) == 1 for at in (0, 4, 8))
+    # From step 3: step 4 is written again, and step 6 is gone.
     trainer = build(tmp_path, max_steps=4, **saving)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert read_dump(tokens).steps == [2, 4] and [*figures(tmp_path, "reward")] == [1, 2, 3, 4]
     trainer.args.max_steps = 2
     trainer.train()
-    for folder, run, last in (
-        (tokens, tmp_path, 2),
-        (tokens / "earlier_1", tokens / "earlier_1", 4),
+    # The last training began anew: that before it is in a folder of its own.
+    for folder, run, steps in (
+        (tokens, tmp_path, [1, 2]),
+        (tokens / "earlier_1", tokens / "earlier_1", [1, 2, 3, 4]),
     ):
-        assert read_dump(folder).steps == [2, 4][: last // 2]
-        assert [*figures(run, "reward")] == [1, 2, 3, 4][:last]
+        assert read_dump(folder).steps == [step for step in steps if step % 2 == 0]
+        assert [*figures(run, "reward")] == steps
+    # The folder is free again.
     with FileLock(tokens / ".run.lock", blocking=False):
         pass
 
@@ -173,28 +177,35 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
     trained(tmp_path, max_steps=3, weights={"token_dump": dump}, **saving)
     rows = list(read_dump(tmp_path / "tokens"))
     assert [row.effect_T is not None for row in rows] == [False] * 4 + [True] * 4 + [False] * 4
-    r = rollouts_of([row.token_ids_T.tolist() for row in rows[4:8]], [0.0] * 4)
-    r = replace(r, prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]])
-    models = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}") for step in (1, 2)
-    ]
-    hosts_of = [PlainHost(model, r, temperature=TEMPERATURE) for model in models]
-    old, new = (host.columns(["old_log_probs"])["old_log_probs"] for host in hosts_of)
-    for row, change_T in zip(rows[4:8], (new - old).numpy(), strict=True):
+    # The models before and after the second update are on the disk.
+    rollouts = rollouts_of([row.token_ids_T.tolist() for row in rows[4:8]], [0.0] * 4)
+    rollouts = replace(rollouts, prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]])
+    old_BT, new_BT = (
+        PlainHost(
+            AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}"),
+            rollouts,
+            temperature=TEMPERATURE,
+        ).columns(["old_log_probs"])["old_log_probs"]
+        for step in (1, 2)
+    )
+    for row, change_T in zip(rows[4:8], (new_BT - old_BT).numpy(), strict=True):
         np.testing.assert_allclose(row.effect_T, change_T[: len(row)], rtol=1e-3, atol=1e-6)
+    # A generation's effect is known when the next one begins.
     ((step, moved),) = figures(tmp_path, "grail/moved_with_advantage_rate").items()
     assert step in (2, 3) and 0.5 < moved <= 1
 
 
 def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> None:
     trainer = build(tmp_path, weights={"token_dump": tmp_path / "tokens"}, max_steps=2)
+    compute = trainer._compute_loss
 
-    def losses() -> Iterator[Any]:
-        yield type(trainer)._compute_loss
-        raise KeyboardInterrupt
+    def loss(*arguments: Any) -> Tensor:
+        # In the second step, before its backward.
+        if trainer.state.global_step:
+            raise KeyboardInterrupt
+        return compute(*arguments)
 
-    results = losses()
-    trainer._compute_loss = lambda *arguments: next(results)(trainer, *arguments)
+    trainer._compute_loss = loss
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     dump = read_dump(tmp_path / "tokens")
@@ -204,19 +215,23 @@ def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> N
 
 def received(
     folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = True, **options: Any
-) -> torch.Tensor:
-    """The parameters after a run of 8 updates, 4 for each of two generation batches."""
+) -> Tensor:
+    """The parameters after 4 updates by a generation batch that is used twice, or as many steps as the options say."""
     weights = {"token_dump": {"folder": folder, "responses": None, "received": reads}}
-    weights |= {
-        name: options.pop(name)
-        for name in ("token_weights", "skip_zero_advantage")
-        if name in options
-    }
-    return parameters(
-        trained(
-            folder, kind, weights=weights, max_steps=8, num_iterations=2, **MICRO, **options
-        ).model
-    )
+    for name in ("token_weights", "skip_zero_advantage"):
+        if name in options:
+            weights[name] = options.pop(name)
+    settings = {"max_steps": 4, "num_iterations": 2, **MICRO, **options}
+    return parameters(trained(folder, kind, weights=weights, **settings).model)
+
+
+@pytest.fixture(scope="module")
+def unread(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+    """The parameters after two generation batches whose updates nobody reads."""
+    folder = tmp_path_factory.mktemp("unread")
+    result = received(folder, reads=False, max_steps=8)
+    assert mismatches(folder) == []
+    return result
 
 
 @pytest.mark.parametrize(
@@ -235,39 +250,39 @@ def received(
 def test_a_run_received_what_it_intended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict
 ) -> None:
-    """By TRL's losses, also those with which token weights are refused, and trains the same bit for bit as without."""
+    """By TRL's losses, also those with which token weights are refused."""
     loss_type = options["loss_type"]
-    refused = {*options} & {"token_weights", "importance_sampling_level"}
-    if refused:
+    is_refused = bool({*options} & {"token_weights", "importance_sampling_level"})
+    if is_refused:
         monkeypatch.setattr(trainer_module, "check_trainer", lambda *_: None)
-    options = {
-        "learning_rate": 0.3,
-        "epsilon_high": 1.2 if loss_type == "cispo" else 0.3,
-        **options,
-    }
-    on, off = (received(tmp_path / str(reads), reads=reads, **options) for reads in (True, False))
-    assert torch.equal(on, off) and not torch.allclose(on, parameters(new_model()))
-    assert mismatches(tmp_path / "False") == [] and mismatches(tmp_path / "True") == [[], []]
-    rows = list(read_dump(tmp_path / "True"))
-    assert len(rows) == 16
+    # For cispo it bounds the ratio itself.
+    epsilon = 1.2 if loss_type == "cispo" else 0.3
+    received(tmp_path, **{"learning_rate": 0.3, "epsilon_high": epsilon, **options})
+    assert mismatches(tmp_path) == [[]] and main([str(tmp_path)]) == 0
+    rows = list(read_dump(tmp_path))
+    assert len(rows) == 8
     for row in rows:
         assert len(row.updates) == 2  # of four, by two iterations
-        if row.updates[0] == 0 and loss_type != "sapo" and not refused:
+        if row.updates[0] == 0 and loss_type != "sapo" and not is_refused:
             np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-6)
-        np.testing.assert_allclose(
-            row.received_T, row.by_update_KT.mean(axis=0), rtol=1e-5, atol=1e-7
-        )
-    # Ratios move
-    assert (
-        np.abs(np.concatenate([row.by_update_KT[1] - row.advantage_T for row in rows])).max() > 1e-3
-    )
-    assert main([str(tmp_path / "True")]) == 0
+        # What a token received is the mean over its two updates.
+        mean_T = row.by_update_KT.mean(axis=0)
+        np.testing.assert_allclose(row.received_T, mean_T, rtol=1e-5, atol=1e-7)
+    # Ratios move.
+    assert max(np.abs(row.by_update_KT[1] - row.advantage_T).max() for row in rows) > 1e-3
+
+
+def test_reading_changes_no_bit_of_a_training(tmp_path: Path, unread: Tensor) -> None:
+    assert torch.equal(received(tmp_path, max_steps=8), unread)
+    assert mismatches(tmp_path) == [[], []]
+    assert not torch.allclose(unread, parameters(new_model()))
 
 
 def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path) -> None:
     trainer = build(
         tmp_path, weights={"token_weights": "uniform", "token_dump": tmp_path / "tokens"}
     )
+    # The loss is 8 times as large before the backward.
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     trainer.train()
     assert mismatches(tmp_path / "tokens") == [[]]
@@ -277,49 +292,40 @@ def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path) -> None:
         )
 
 
-class Cutting(TokenWeightGRPOTrainer):
-    """The last token of each response is masked in the loss."""
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        mask_BT = inputs["completion_mask"].clone()
-        last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
-        return super()._compute_loss(
-            model, {**inputs, "completion_mask": mask_BT.scatter(1, last_B1, 0)}
-        )
+class Doubling(TokenWeightGRPOTrainer):
+    def _compute_loss(self, *arguments: Any) -> Tensor:
+        return 2 * super()._compute_loss(*arguments)
 
 
 def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_are_not_read(
     tmp_path: Path,
 ) -> None:
-    received(tmp_path / "cutting", Cutting, loss_type="dapo")
-    assert ["lost" in names for names in mismatches(tmp_path / "cutting")] == [True, True]
-    assert main([str(tmp_path / "cutting")]) == 1
-    trained(
-        tmp_path,
-        weights={"token_dump": tmp_path},
-        gradient_accumulation_steps=2,
-        steps_per_generation=1,
-    )
+    received(tmp_path / "doubling", Doubling)
+    assert mismatches(tmp_path / "doubling") == [["scaled"]]
+    assert main([str(tmp_path / "doubling")]) == 1
+    # An update of two generations, whose receipts would be mixed.
+    sizes = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    trained(tmp_path, weights={"token_dump": tmp_path}, **sizes)
     assert mismatches(tmp_path) == []
 
 
 @pytest.mark.parametrize("place", ["check", "loss_mask", "Gradient", "Piece"])
 def test_an_error_in_the_receipt_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: Tensor, place: str
 ) -> None:
     """As it reads, gathers or compares; the first of two receipts has one, the training is that without."""
-    right = getattr(dump_module, place)
+    correct = getattr(dump_module, place)
     failed = []
 
     def fails_once(*arguments: Any) -> Any:
         if not failed:
             failed.append(arguments)
             raise RuntimeError("broken")
-        return right(*arguments)
+        return correct(*arguments)
 
     monkeypatch.setattr(dump_module, place, fails_once)
-    assert torch.equal(received(tmp_path), received(tmp_path / "plain", reads=False)) and failed
-    receipts = [
-        (receipt["step"], receipt["findings"]) for receipt in read_dump(tmp_path).receipts()
-    ]
-    assert (5, []) in receipts and (place == "Gradient" or len(receipts) == 1)
+    assert torch.equal(received(tmp_path, max_steps=8), unread) and failed
+    # The second generation begins with step 5.
+    receipts = read_dump(tmp_path).receipts()
+    assert (receipts[-1]["step"], receipts[-1]["findings"]) == (5, [])
+    assert place == "Gradient" or len(receipts) == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from trl import GRPOTrainer
 
 from tests.trl_ext import world
@@ -27,6 +28,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the figures, and the parameters at the end."""
     options: dict[str, Any] = {"max_steps": 3, "loss_type": "dr_grpo", "learning_rate": 0.05}
+    # A group of eight in place of two of four.
     if name == "turn_rloo":  # the responses of one prompt are on all ranks
         options = world.talks(*list(world.TALKS)[:1]) | options | {"num_generations": 8}
     options["weights"] = {**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"}
@@ -49,6 +51,7 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
     with (folder / f"log{rank}of{world_size}.txt").open("w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
+    # What torchrun sets.
     if world_size > 1:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(world_size)
@@ -60,6 +63,7 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
         try:
             results[name] = run(name, folder / f"run{rank}of{world_size}", world_size)
         except Exception:
+            # The test shows it.
             results[name] = traceback.format_exc()
             break  # the other rank waits for a counterpart
     torch.save(results, folder / f"result{rank}of{world_size}.pt")
@@ -79,7 +83,7 @@ def on_card(folder: Path) -> None:
     with card.card():
         for name, (trainer, rows, output, expected) in batches.items():
             moved = {
-                key: values.to(card.DEVICE) if isinstance(values, torch.Tensor) else values
+                key: values.to(card.DEVICE) if isinstance(values, Tensor) else values
                 for key, values in output.items()
             }
             card.moved(trainer.model)

@@ -1,4 +1,4 @@
-"""Credit by turn in TRL, with tools and environments; run by test_trl.py with TRL on the path."""
+"""Credit by turn in TRL, with tools and environments; run by test_trl_runs.py with TRL on the path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from torch import Tensor
 
 from grail_advantage import report
 from grail_advantage.data import runs
@@ -25,7 +25,7 @@ ENVIRONMENT = {"token_weights": "turn_rloo", "environment_factory": Guess}
 class Watched(TokenWeightGRPOTrainer):
     """Keeps what the loss is given."""
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self.__dict__.setdefault("seen", []).append(dict(inputs))
         return super()._compute_loss(model, inputs)
 
@@ -35,7 +35,7 @@ def expected(scripts: Sequence[Script] = RESPONSES) -> dict[str, list[float]]:
     groups = [place // world.GENERATIONS for place in range(len(scripts))]
     rewards = [script.rewards for script in scripts]
     advantages = turn_advantages(rewards, [script.outcome for script in scripts], groups)
-    return {script.turns[0]: of_turns for script, of_turns in zip(scripts, advantages, strict=True)}
+    return {script.turns[0]: turns for script, turns in zip(scripts, advantages, strict=True)}
 
 
 def assert_turns(ids: Any, mask: Any, values: Any, advantages: dict[str, list[float]]) -> Script:
@@ -43,66 +43,64 @@ def assert_turns(ids: Any, mask: Any, values: Any, advantages: dict[str, list[fl
     ids, mask, values = (np.array(part) for part in (ids, mask, values))
     script = world.script_of(ids[: len(mask)].tolist(), RESPONSES)
     turns = runs(mask)
-    assert [ids[start:end].tolist() for start, end in turns] == script.tokens and not values[
-        mask == 0
-    ].any()
+    assert [ids[start:end].tolist() for start, end in turns] == script.tokens
+    # Between the turns are the tools' tokens, which get 0.
+    expected_T = np.zeros(len(mask))
     for (start, end), advantage in zip(turns, advantages[script.turns[0]], strict=True):
-        np.testing.assert_allclose(values[start:end], advantage, rtol=1e-5, atol=1e-6)
+        expected_T[start:end] = advantage
+    np.testing.assert_allclose(values, expected_T, rtol=1e-5, atol=1e-6)
     return script
 
 
 def assert_batches(batches: Sequence[dict[str, Any]], advantages: dict[str, list[float]]) -> None:
+    """That all responses are there, each in one batch, and each turn has its advantage."""
     scripts = []
     for batch in batches:
-        rows = (
-            batch["completion_ids"],
-            batch["completion_mask"] * batch["tool_mask"],
-            batch["advantages"],
-        )
-        scripts += [assert_turns(*row, advantages) for row in zip(*rows, strict=True)]
-    assert len({script.turns[0] for script in scripts}) == len(scripts) == len(advantages)
+        # TRL's two masks: no padding, and no tool.
+        mask_BT = batch["completion_mask"] * batch["tool_mask"]
+        for row in zip(batch["completion_ids"], mask_BT, batch["advantages"], strict=True):
+            scripts.append(assert_turns(*row, advantages).turns[0])
+    assert sorted(scripts) == sorted(advantages)
 
 
 def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path) -> None:
     """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
     in micro-batches; a tool's tokens receive nothing."""
     weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / "tokens", "responses": None}}
-    options = talks() | {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2}
-    options["per_device_train_batch_size"] = 2
-    options["gradient_accumulation_steps"] = 4
+    settings = {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer = trained(tmp_path, Watched, weights=weights, **talks() | settings | sizes)
     advantages = expected()
-    assert_batches(trained(tmp_path, Watched, weights=weights, **options).seen[:4], advantages)
+    # The first iteration: four micro-batches of two responses.
+    assert_batches(trainer.seen[:4], advantages)
     assert mismatches(tmp_path / "tokens") == [[]]
     for row, script in zip(read_dump(tmp_path / "tokens"), RESPONSES, strict=True):
         assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, advantages) is script
-        by_turn = [sum(calls) or None for calls in row.labels["turn_rewards"]]
-        assert (
-            by_turn == [reward or None for reward in script.rewards]
-            and row.reward == script.outcome
-        )
+        turn_rewards = [sum(calls) for calls in row.labels["turn_rewards"]]
+        assert (turn_rewards, row.reward) == (list(script.rewards), script.outcome)
+        # A tool answers after every turn but the last.
         assert len(row.labels.get("tool", [])) == len(script.turns) - 1
         assert not row.received_T[~row.mask_T.astype(bool)].any() and list(row.updates) == [0, 1]
         np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
     assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
 
 
-@pytest.mark.parametrize("column", [False, True], ids=["tools", "an environment"])
-def test_what_a_reward_function_logs_comes_first(tmp_path: Path, column: bool) -> None:
+@pytest.mark.parametrize(
+    "environment",
+    [{"tools": [world.GAME.guess]}, {"environment_factory": Guess}],
+    ids=["tools", "an environment"],
+)
+def test_what_a_reward_function_logs_comes_first(tmp_path: Path, environment: dict) -> None:
     """As the page's ``judge.py``; an environment's own reward counts, too."""
-    weights = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns"}}
-    weights |= {"environment_factory": Guess} if column else {"tools": [world.GAME.guess]}
-    failing = ("null", "no_such_tool")
-    judged = [
-        [-0.1 - 0.5 * sum(map(turn.count, failing)) for turn in script.turns]
-        for script in RESPONSES
-    ]
-    outcomes = [script.outcome * (1 + column) for script in RESPONSES]
-    scripts = [
-        Script(script.turns, *rewards)
-        for script, *rewards in zip(RESPONSES, outcomes, judged, strict=True)
-    ]
-    options = talks() | {"reward": judge, "weights": weights, "log_completions": True}
-    trainer = trained(tmp_path, Watched, **options)
+    options = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns"}}
+    scripts = []
+    for script in RESPONSES:
+        failures = [turn.count("null") + turn.count("no_such_tool") for turn in script.turns]
+        # The judge and the environment each give the outcome.
+        outcome = script.outcome * (1 + ("environment_factory" in environment))
+        scripts.append(Script(script.turns, outcome, [-0.1 - 0.5 * count for count in failures]))
+    settings = talks() | {"reward": judge, "log_completions": True}
+    trainer = trained(tmp_path, Watched, weights=options | environment, **settings)
     assert_batches(trainer.seen, expected(scripts))
 
 
@@ -112,6 +110,7 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
 
     class Rewarding(Guess):
         def reset(self, number: int, **row: Any) -> None:
+            # A list that grows over the episodes.
             rewards = getattr(self, "tool_rewards", [])
             super().reset(number)
             self.tool_rewards = rewards
@@ -120,57 +119,68 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
             self.tool_rewards.append(0.125)
             return 0.5
 
-    options = talks() | {
-        "weights": {**ENVIRONMENT, "environment_factory": Rewarding},
-        "reward": world.outcomes(),
-    }
-    later = [(script, [*script.rewards[:-1], script.rewards[-1] + 0.125]) for script in RESPONSES]
-    advantages = expected(
-        [Script(script.turns, 2 * script.outcome + 0.5, rewards) for script, rewards in later]
-    )
-    for batch in trained(tmp_path, Watched, reward_weights=[2.0], max_steps=2, **options).seen:
-        assert_batches([batch], advantages)
+    scripts = []
+    for script in RESPONSES:
+        # get_reward() appends 1/8 after the last turn, and gives 1/2.
+        rewards = [*script.rewards[:-1], script.rewards[-1] + 0.125]
+        scripts.append(Script(script.turns, 2 * script.outcome + 0.5, rewards))
+    options = talks() | {"reward": world.outcomes(), "reward_weights": [2.0], "max_steps": 2}
+    weights = ENVIRONMENT | {"environment_factory": Rewarding}
+    for batch in trained(tmp_path, Watched, weights=weights, **options).seen:
+        assert_batches([batch], expected(scripts))
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The rows of a dump of conversations that no limit ends."""
+    folder = tmp_path_factory.mktemp("complete")
+    weights = {**ENVIRONMENT, "token_dump": {"folder": folder, "responses": None}}
+    trained(folder, weights=weights, **talks())
+    return list(read_dump(folder))
 
 
 @pytest.mark.parametrize(
     ("limit", "masked"), [(150, False), (200, True), (250, False), (300, True)]
 )
-def test_conversations_that_end_at_the_limit(tmp_path: Path, limit: int, masked: bool) -> None:
+def test_conversations_that_end_at_the_limit(
+    tmp_path: Path, complete: list[Any], limit: int, masked: bool
+) -> None:
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
-    for name, options in {
-        "whole": {},
-        "cut": {"max_completion_length": limit, "mask_truncated_completions": masked},
-    }.items():
-        weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / name, "responses": None}}
-        trained(tmp_path, weights=weights, **talks() | options)
+    weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path, "responses": None}}
+    # So long that some conversations end, and some do not.
+    limits = {"max_completion_length": limit, "mask_truncated_completions": masked}
+    trained(tmp_path, weights=weights, **talks() | limits)
+    rows = list(read_dump(tmp_path))
     scripts = []
-    parts = []
-    rows = list(read_dump(tmp_path / "cut"))
-    for row, complete, script in zip(rows, read_dump(tmp_path / "whole"), RESPONSES, strict=True):
-        written = complete.mask_T.astype(bool)[: len(row)]
-        turns = runs(written)
+    written = []
+    for row, full, script in zip(rows, complete, RESPONSES, strict=True):
+        mask_T = full.mask_T.astype(bool)[: len(row)]
+        turns = runs(mask_T)
         last = len(turns) - 1
-        end = turns[-1][1]
-        whole_turn = row.token_ids_T[end - 1] == script.tokens[last][-1]
-        assert list(row.token_ids_T) == list(complete.token_ids_T[: len(row)])
-        assert row.truncated == (end < len(row) or not whole_turn)
-        rewards = [*script.rewards[:last], script.rewards[last] if whole_turn else 0.0]
+        # The last turn is whole where its end token is there.
+        end = turns[last][1]
+        is_whole_turn = row.token_ids_T[end - 1] == script.tokens[last][-1]
+        assert list(row.token_ids_T) == list(full.token_ids_T[: len(row)])
+        assert row.truncated == (end < len(row) or not is_whole_turn)
+        # A call that was not made has no reward.
+        rewards = [*script.rewards[:last], script.rewards[last] * is_whole_turn]
         scripts.append(Script(script.turns[: len(turns)], row.reward, rewards))
-        parts.append((written, turns, not (masked and row.truncated)))
+        written.append(mask_T)
     assert len({row.truncated for row in rows}) == 2
     advantages = expected(scripts)
-    for row, script, (written, turns, trains) in zip(rows, scripts, parts, strict=True):
-        assert row.mask_T.astype(bool).tolist() == (written & trains).tolist()
-        for (start, end), advantage in zip(turns, advantages[script.turns[0]], strict=True):
-            np.testing.assert_allclose(
-                row.advantage_T[start:end], advantage * trains, rtol=1e-5, atol=1e-6
-            )
+    for row, script, mask_T in zip(rows, scripts, written, strict=True):
+        trains = not (masked and row.truncated)
+        assert row.mask_T.astype(bool).tolist() == (mask_T & trains).tolist()
+        for (start, end), advantage in zip(runs(mask_T), advantages[script.turns[0]], strict=True):
+            values_K = row.advantage_T[start:end]
+            np.testing.assert_allclose(values_K, advantage * trains, rtol=1e-5, atol=1e-6)
 
 
 def test_fields_that_are_refused(tmp_path: Path) -> None:
     """Nowhere, and not one value a response."""
 
+    # Two values a response.
     def twice(**named: Any) -> list[float]:
         return judge(**named) and judge(**named)
 

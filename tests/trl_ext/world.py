@@ -15,6 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
@@ -123,17 +124,20 @@ def speaks(model: Any, scripts: Scripts) -> Any:
     """The model, which says what is written down for the conversation so far: the k-th response to a prompt is the k-th
     of its scripts."""
 
-    def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+    def generate(input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
         seen: Counter = Counter()
         responses = []
         for ids_P, mask_P in zip(
             input_ids, attention_mask[:, -input_ids.shape[1] :].bool(), strict=True
         ):
+            # The prompt is the one that the conversation so far begins with.
             text = tokenizer().decode(ids_P[mask_P])
             prompt = next(prompt for prompt in scripts if prompt in text)
             turns = re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL)
+            # Scripts that begin with the turns that were said.
             fitting = [script for script in scripts[prompt] if script.turns[: len(turns)] == turns]
             responses.append(torch.tensor(fitting[seen[prompt] % len(fitting)].tokens[len(turns)]))
+            # Only a first turn begins another response.
             seen[prompt] += not turns
         padded = torch.nn.utils.rnn.pad_sequence(
             responses, batch_first=True, padding_value=tokenizer().pad_token_id
@@ -218,14 +222,14 @@ def talks(*prompts: str) -> dict[str, Any]:
     return {**parts, "reward": None, **settings}  # the environment's own
 
 
-def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+def generation_batch(trainer: GRPOTrainer) -> dict[str, Tensor]:
     """The trainer's batch of all responses."""
     return trainer._generate_and_score_completions(
         [row for row in trainer.train_dataset for _ in range(GENERATIONS)]
     )
 
 
-def parameters(model: Any) -> torch.Tensor:
+def parameters(model: Any) -> Tensor:
     """All of a model's, flat."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 

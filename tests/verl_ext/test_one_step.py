@@ -353,7 +353,7 @@ def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() ->
     rows = [
         Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))
     ]
-    scores = [row_scores.scores.tolist() for row_scores in step.trainer._run_pass(rows)]
+    scores = [row_scores.scores.tolist() for row_scores in step.trainer.scores(Shear(), rows)]
     assert scores == [[0.0] * 2, [1.0] * 3, [2.0] * 4]
     assert [{row.group for row in share} for share in (requests[:2], requests[2:])] == [
         {0},

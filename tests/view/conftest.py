@@ -37,8 +37,13 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens reports, without a network and without motion; fails when a page wrote to the console or asked for more files."""
     contexts: list[Any] = []
+    # What the pages wrote to the console, and the files that they asked for.
     messages: list[str] = []
     requests: list[str] = []
+
+    def dismiss(dialog: Any) -> None:
+        messages.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def open_page(path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False) -> Any:
         context = browser.new_context(
@@ -52,24 +57,21 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         context.set_default_timeout(30_000)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
-        page.on(
-            "dialog",
-            lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()),
-        )
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("dialog", dismiss)
         page.on("request", lambda request: requests.append(request.url.split("#")[0]))
         page.goto(path.resolve().as_uri() + hash_)
         page.wait_for_selector("html[data-ready]", timeout=60_000)
         return page
 
     yield open_page
-    opened_pages = len(contexts)
     for context in contexts:
         context.close()
     assert not messages
-    assert all(url.startswith(("file://", "blob:", "data:")) for url in requests), requests
-    assert len({url for url in requests if url.startswith("file://")}) <= opened_pages
+    files = {url for url in requests if not url.startswith(("blob:", "data:"))}
+    # Each page is one file, and asks for no other.
+    assert len(files) <= len(contexts) and all(url.startswith("file://") for url in files), files
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +82,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_metrics(folder / name, 20, seed=seed)
         write_dump(folder / name / "tokens", (1, 10, 20), seed=seed)
     write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"))
-    write_conversations(folder / "talks")
-    write_report(folder / "talks")
-    write_report(folder / "grail")
-    write_report(folder / "analyze")
+    write_conversations(folder / "talk")
+    for name in ("talk", "grail", "analyze"):
+        write_report(folder / name)
     write_report(folder / "grail", folder / "both.html", against=[folder / "uniform"])
     return folder

@@ -16,53 +16,40 @@ from grail_advantage import compare
 
 STEPS = (4, 8, 12)
 METRIC = "val-core/tiny/acc/mean@4"
-RNG = np.random.default_rng(0)
+# Two sides with four seeds each.
+VALUES = np.random.default_rng(0).normal(size=(2, 4, len(STEPS)))
+Capture = pytest.CaptureFixture[str]
 
 
 def write_run(path: Path, values: np.ndarray, *, form: str = "metrics.jsonl") -> str:
     """Write a run whose metric has these values at :data:`STEPS`, in a form of this project's, verl's or TRL's."""
-    pairs = list(zip(STEPS, values.tolist(), strict=True))
+    figures = {step: {METRIC: value} for step, value in zip(STEPS, values.tolist(), strict=True)}
+    # verl writes beside the run's folder.
+    file = Path(f"{path}.jsonl") if form == ".jsonl" else path / form
+    lines = [{"step": step, "data": data} for step, data in figures.items()]
+    text = "\n".join(map(json.dumps, lines))
     if form == "trainer_state.json":
-        folder = path / "checkpoint-12"
-        folder.mkdir(parents=True)
-        (folder / form).write_text(
-            json.dumps({"log_history": [{"step": step, METRIC: value} for step, value in pairs]})
-        )
-        return str(path)
-    lines = [
-        json.dumps({"step": step, "data": {METRIC: value, "timing_s/step": 1.0}})
-        for step, value in pairs
-    ]
-    file = path / form if form == "metrics.jsonl" else Path(f"{path}.jsonl")
+        file = path / "checkpoint-12" / form
+        text = json.dumps({"log_history": [{"step": step, **figures[step]} for step in STEPS]})
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines))
+    file.write_text(text)
     return str(path)
 
 
-@pytest.fixture
-def values() -> np.ndarray:
-    return RNG.normal(size=(2, 4, len(STEPS)))
-
-
 @pytest.mark.parametrize("form", ["metrics.jsonl", ".jsonl", "trainer_state.json"])
-def test_the_table_is_scipys(
-    tmp_path: Path, values: np.ndarray, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sides = [
-        [
-            write_run(tmp_path / f"seed{seed}" / name, values[i, seed], form=form)
-            for seed in (2, 0, 3, 1)
-        ]
-        for i, name in enumerate(("grail", "uniform"))
-    ]
+def test_the_table_is_scipys(tmp_path: Path, form: str, capsys: Capture) -> None:
+    sides = []
+    for name, runs in zip(("grail", "uniform"), VALUES, strict=True):
+        paths = [tmp_path / f"seed{seed}" / name for seed in range(4)]
+        sides.append([write_run(*run, form=form) for run in zip(paths, runs, strict=True)])
+    # Pairs are told by their seeds, in whatever order.
     page = tmp_path / "page.html"
     assert compare.main([*sides[0], "--against", *sides[1][::-1], "--page", str(page)]) == 0
     shown = capsys.readouterr().out
-    for i, step in enumerate(STEPS):
-        test = stats.ttest_rel(values[0, :, i], values[1, :, i])
-        low, high = test.confidence_interval()
-        row = [f"{(values[0, :, i] - values[1, :, i]).mean():+.4g}", f"[{low:.4g}, {high:.4g}]"]
-        row += [f"{values[0, :, i].mean():.4g}", f"{values[1, :, i].mean():.4g}"]
+    for step, grail, uniform in zip(STEPS, *VALUES.swapaxes(1, 2), strict=True):
+        low, high = stats.ttest_rel(grail, uniform).confidence_interval()
+        row = [f"{(grail - uniform).mean():+.4g}", f"[{low:.4g}, {high:.4g}]"]
+        row += [f"{grail.mean():.4g}", f"{uniform.mean():.4g}"]
         assert f"{step} {' '.join(row)}" in " ".join(shown.split())
         assert all(f"<td>{cell}</td>" in page.read_text() for cell in row)
 
@@ -74,13 +61,12 @@ def test_seeds_that_a_difference_takes_are_those_of_the_noncentral_t() -> None:
         assert power == pytest.approx(0.8, abs=0.04)
 
 
-def test_what_is_no_comparison_is_named(
-    tmp_path: Path, values: np.ndarray, capsys: pytest.CaptureFixture[str]
-) -> None:
-    grail = [write_run(tmp_path / f"grail-seed{seed}", values[0, seed]) for seed in range(3)]
-    uniform = [write_run(tmp_path / f"uniform-seed{seed}", values[1, seed]) for seed in range(2)]
-    copy = write_run(tmp_path / "uniform-seed2", values[1, 0])
-    other = write_run(tmp_path / "other", values[1, 2])
+def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture) -> None:
+    grail = [write_run(tmp_path / f"grail-seed{seed}", VALUES[0, seed]) for seed in range(3)]
+    uniform = [write_run(tmp_path / f"uniform-seed{seed}", VALUES[1, seed]) for seed in range(2)]
+    # A run under another name, and one whose name has no seed.
+    copy = write_run(tmp_path / "uniform-seed2", VALUES[1, 0])
+    other = write_run(tmp_path / "other", VALUES[1, 2])
     for arguments, words in [
         ([*grail, grail[0], "--against", *uniform], "seed 0 twice"),
         ([*grail, "--against", *uniform, copy], "the same figures at every step"),
@@ -95,7 +81,7 @@ def test_what_is_no_comparison_is_named(
     assert compare.main([grail[0], "--against", uniform[0], "--window", "2"]) == 0
     shown = capsys.readouterr().out
     assert "One seed each says nothing" in shown
-    assert f"{values[0, 0, 1:].mean():.4g}" in shown
+    assert f"{VALUES[0, 0, 1:].mean():.4g}" in shown
     assert compare.main([*grail, "--against", *uniform, f"2={other}", "--against", *uniform]) == 0
     assert "seeds 2." in capsys.readouterr().out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from bench.__main__ import main as bench
 from grail_advantage import report
 from grail_advantage.analyze.lines import KEYS, Response, read_responses
-from grail_advantage.dump import RECEIVED_SCHEMA, read_dump
+from grail_advantage.dump import read_dump
 from grail_advantage.receipt import Finding
 from grail_advantage.view import receipt
-from tests.dumps import received_header
+from tests.dumps import received, received_header
 from tests.view.synthetic import write_dump, write_metrics
 
 slow_machine = [HealthCheck.too_slow]
@@ -53,13 +53,12 @@ def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]) -> None:
             assert str(error).startswith(f"{path}:")
         else:
             assert len(rows) == 2 and all(isinstance(row, Response) for row in rows)
-            assert {str(row.id) for row in rows} == {row.id for row in rows}
 
 
 def test_a_damaged_file_costs_its_own_responses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
-    """Cut or with other bytes: the page is written without it and names it, once; the whole file is all there."""
+    """Cut or with other bytes: the page is written without it and names it, once."""
     write_metrics(tmp_path, 2)
     write_dump(tmp_path / "tokens", (1, 2), problems=1)
     path = tmp_path / "tokens" / "step_000002.parquet"
@@ -67,89 +66,92 @@ def test_a_damaged_file_costs_its_own_responses(
     whole = path.read_bytes()
     for place in range(12):
         content = bytearray(whole)
+        # By turns cut somewhere, and with other bytes.
         if place % 2:
             content = content[: int(rng.integers(1, len(content)))]
         else:
+            # At the end, where Parquet keeps what the file consists of.
             for at in rng.integers(len(content) - 2000, len(content), 40):
                 content[at] = rng.integers(256)
         path.write_bytes(content)
         assert report.main([str(tmp_path)]) == 0
-        named = [record for record in caplog.records if "step_000002" in record.getMessage()]
-        assert len(named) == 1 and "step_000002" not in capsys.readouterr().err
+        (message,) = caplog.messages
+        assert "step_000002" in message and "step_000002" not in capsys.readouterr().err
         caplog.clear()
 
 
 EVIL = "\x1b]52;c;aGk=\x07\x1b[31m\u202e"
-HEADERS: list[Any] = [
-    [], 1, None, "x", {"a": 1}, {EVIL: 1, "step": EVIL}, {"step": [], "method": EVIL}, {"step": 10**400, "method": "m"},
-    {"step": 1, "method": {"x": EVIL}}, {"step": 1}, {"method": "m"}, {"step": None, "method": None},
-    *({"step": 1, "method": "m", "special_tokens": own} for own in ([], "x", {EVIL: "x"}, {"1": [EVIL]}, {"1": None})),
-    *({"step": 1, "method": "m", "options": own} for own in ([], EVIL, 3)),
-    *({"step": 1, "method": "m", name: [EVIL]} for name in ("update", "model", "temperature", "rows_in_step", "answer")),
-    {"step": 1, "method": "m", "schema_version": EVIL}, {"step": 1, "method": "m", "schema_version": 10**400},
-]  # fmt: skip
-RECORDS: list[dict[str, Any]] = [
-    *({"findings": own} for own in (EVIL, 1, None, {EVIL: 1}, [EVIL], [[]], [{"name": EVIL}])),
-    *({name: 10**400} for name in ("tokens", "updates", "step")),
-    *({name: own} for name in ("tokens", "updates", "clipped", "seen_from", "responses") for own in (EVIL, [[EVIL]], {})),
-    {"loss": [EVIL]}, {"loss": None},
-    {"responses": [EVIL, 1]}, {"responses": [1]}, {"tokens": -1}, {"step": True, "update": None},
-]  # fmt: skip
-FINDINGS: list[dict[str, Any]] = [
-    *({name: own} for name in ("name", "where", "what", "causes", "also") for own in (1, None, [EVIL])),
-    *({name: own} for name in ("size", "tokens", "low", "high", "explains") for own in (EVIL, [], {})),
-    {"tokens": 10**400}, {"tokens": 0.5},
-    *({"examples": own} for own in (EVIL, 1, [1], [[EVIL]], [["a", 1, 2]], [["a", EVIL, 1.0, 1.0]], [["a", 10**400, 1, 1]])),
-    {"examples": [["a", 1, EVIL, 1.0]]}, {"mismatch": EVIL},
-]  # fmt: skip
+HUGE = 10**400
 
 
-def columns_of(table: pa.Table) -> dict[str, list[Any]]:
+def changes_of(*choices: tuple[str, Iterable[Any]]) -> list[dict[str, Any]]:
+    """Each of the values, of each of the names that a blank separates."""
+    return [
+        {name: value} for names, values in choices for name in names.split() for value in values
+    ]
+
+
+HEADERS: list[Any] = changes_of(
+    ("step", [EVIL, [], HUGE, None]),
+    ("method", [EVIL, {"x": EVIL}, None]),
+    ("special_tokens", [[], "x", {EVIL: "x"}, {"1": [EVIL]}, {"1": None}]),
+    ("options", [[], EVIL, 3]),
+    ("update model temperature rows_in_step answer", [[EVIL]]),
+    ("schema_version", [EVIL, HUGE]),
+    (EVIL, [1]),
+)
+NO_HEADERS: list[Any] = [[], 1, None, "x", {"a": 1}]
+RECORDS = changes_of(
+    ("findings", [EVIL, 1, None, {EVIL: 1}, [EVIL], [[]], [{"name": EVIL}]]),
+    ("tokens updates clipped seen_from responses", [EVIL, [[EVIL]], {}]),
+    ("tokens updates step", [HUGE]),
+    ("loss", [[EVIL], None]),
+    ("responses", [[EVIL, 1], [1]]),
+    ("tokens", [-1]),
+    ("update", [None]),
+)
+FINDINGS = changes_of(
+    ("name where what causes also", [1, None, [EVIL]]),
+    ("size tokens low high explains", [EVIL, [], {}]),
+    ("tokens", [HUGE, 0.5]),
+    ("examples", [EVIL, 1, [1], [[EVIL]], [["a", 1, 2]]]),
+    ("examples", [[["a", EVIL, 1.0, 1.0]], [["a", HUGE, 1, 1]], [["a", 1, EVIL, 1.0]]]),
+    ("mismatch", [EVIL]),
+)
+
+
+def columns_of(table: pa.Table) -> dict[str, Sequence[list[Any]]]:
     """Values that a column of that type can hold and no writer gives."""
-    long = [[1.0] * 3] * len(table)
-    none = [None] * len(table)
-    methods = [{"name": "a", "score": None, "advantage": None, "weight": [1.0], "no_scores": None}]
-    named = [{**methods[0], "name": name, "weight": None} for name in ("a", "a")]
+    count = len(table)
+    long = [[1.0] * 3] * count
+    none = [None] * count
+    method = {"name": "a", "score": None, "advantage": None, "weight": [1.0], "no_scores": None}
+    twice = [{**method, "weight": None}] * 2
+
+    def nulls(name: str) -> list[Any]:
+        return [[None] * len(values_T) for values_T in table[name].to_pylist()]
+
+    # Too few, falling, negative, beyond the tokens, and with a null.
+    spans = ([], [1], [3, 2, 1, 0], [-5, 1, 2, 3], [0, 1, 2, 10**18], [0, 1, 2, None])
     return {
-        "weight": [long, none, [[None] * len(of) for of in table["weight"].to_pylist()]],
+        "weight": [long, none, nulls("weight")],
         "advantage": [long, none],
-        "mask": [
-            [[True] * 2] * len(table),
-            none,
-            [[None] * len(of) for of in table["mask"].to_pylist()],
-        ],
-        "tokens": [
-            [[EVIL]] * len(table),
-            none,
-            [[None] * len(of) for of in table["tokens"].to_pylist()],
-        ],
-        "score": [long],
-        "old_log_prob": [long],
-        "base_advantage": [long],
-        "span": [
-            [own] * len(table)
-            for own in ([], [1], [3, 2, 1, 0], [-5, 1, 2, 3], [0, 1, 2, 10**18], [0, 1, 2, None])
-        ],
-        "labels": [
-            [own] * len(table)
-            for own in (EVIL, "[]", "1", "[" * 5000, '{"steps": 1, "turn_rewards": {"a": []}}')
-        ],
-        "methods": [
-            [methods] * len(table),
-            [named] * len(table),
-            [[], *([methods] * (len(table) - 1))],
-        ],
-        "key": [none],
-        "prompt": [none],
-        "group": [none],
-        "reward": [[math.nan] * len(table), [math.inf] * len(table)],
-        "outcome": [[EVIL] * len(table)],
-        "answer": [[EVIL] * len(table)],
-        "no_scores": [[EVIL] * len(table)],
+        "mask": [[[True] * 2] * count, none, nulls("mask")],
+        "tokens": [[[EVIL]] * count, none, nulls("tokens")],
+        **dict.fromkeys(("score", "old_log_prob", "base_advantage"), (long,)),
+        "span": [[span] * count for span in spans],
+        "labels": [[text] * count for text in (EVIL, "[]", "1", "[" * 5000)],
+        "methods": [[[method]] * count, [twice] * count, [[], *([[method]] * (count - 1))]],
+        **dict.fromkeys(("key", "prompt", "group"), (none,)),
     }
 
 
-KEYS_OF = {"step": "grail_advantage", "received": "grail_advantage_received"}
+def harmless(count: int) -> list[tuple[str, list[Any]]]:
+    """Values that a reader takes as they are."""
+    named = [(name, [EVIL] * count) for name in ("outcome", "answer", "no_scores")]
+    rewards = [("reward", [value] * count) for value in (math.nan, math.inf)]
+    labels = '{"steps": 1, "turn_rewards": {"a": []}}'
+    return [*named, *rewards, ("labels", [labels] * count)]
 
 
 class Foreign:
@@ -166,9 +168,18 @@ class Foreign:
         self.good = pq.read_table(self.tokens / "step_000001.parquet")
         self.header = {"schema_version": 5, "step": 1, "method": "grail"}
 
-    def put(self, table: pa.Table, record: Any, kind: str = "step") -> None:
-        table = table.replace_schema_metadata({KEYS_OF[kind]: json.dumps(record)})
-        pq.write_table(table, self.tokens / f"{kind}_000001.parquet")
+    def put(self, table: pa.Table, record: Any, kind: str = "step", key: str = "") -> None:
+        record = {f"grail_advantage{key}": json.dumps(record)}
+        path = self.tokens / f"{kind}_000001.parquet"
+        pq.write_table(table.replace_schema_metadata(record), path)
+
+    def put_column(self, name: str, values: list[Any], kind: Any = None) -> None:
+        place = self.good.schema.get_field_index(name)
+        column = pa.array(values, kind or self.good.schema.field(name).type)
+        self.put(self.good.set_column(place, name, column), self.header)
+
+    def put_received(self, table: pa.Table, record: Any) -> None:
+        self.put(table, record, "received", "_received")
 
     def problems(self, *others: Callable[[], Any]) -> list[str]:
         """Run all that read a dump: none ends in a traceback, no escape reaches the terminal, and the second step is there."""
@@ -180,100 +191,80 @@ class Foreign:
             with suppress(SystemExit):
                 other()
         dump = read_dump(self.tokens)
-        assert {2} <= {row.step for row in dump.rows()} <= {1, 2} and dump.files[
-            1
-        ].header is not None
-        assert dump.files[0].header is None or isinstance(dump.files[0].header.method, str)
-        said = "".join([*self.capsys.readouterr(), *self.caplog.messages])
-        assert not set(said) & set("\x1b\x07\u202e") and "Traceback" not in said
+        assert {2} <= {row.step for row in dump.rows()} <= {1, 2}
+        first, second = (file.header for file in dump.files)
+        assert second is not None and (first is None or isinstance(first.method, str))
+        # Escapes and a right-to-left override would act on the terminal.
+        printed = "".join([*self.capsys.readouterr(), *self.caplog.messages])
+        assert not set(printed) & set("\x1b\x07\u202e") and "Traceback" not in printed
         dump.receipts()
         return dump.problems
 
 
 @pytest.fixture
-def foreign(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> Foreign:
+def foreign(tmp_path: Path, capsys: Any, caplog: Any) -> Foreign:
     return Foreign(tmp_path, capsys, caplog)
 
 
 def test_a_foreign_header_costs_its_file(foreign: Foreign) -> None:
-    for record in HEADERS:
-        plain = isinstance(record, dict) and "a" not in record
-        foreign.put(foreign.good, foreign.header | record if plain else record)
-        problems = foreign.problems()
-        assert plain or "step_000001" in problems[0]
+    for record in NO_HEADERS:
+        foreign.put(foreign.good, record)
+        assert "step_000001" in foreign.problems()[0]
+    # Some of these do no harm.
+    for change in HEADERS:
+        foreign.put(foreign.good, foreign.header | change)
+        foreign.problems()
+    # A later version may put something in.
     foreign.put(foreign.good, foreign.header | {"later": EVIL})
-    assert not foreign.problems() and len(list(read_dump(foreign.tokens))) == 16, (
-        "a later version put something in"
-    )
+    assert not foreign.problems() and len(list(read_dump(foreign.tokens))) == 16
 
 
 def test_foreign_columns_cost_their_file(foreign: Foreign) -> None:
-    figure = partial(
-        report.main,
-        [str(foreign.run), "--figure", "methods", "--step", "1", "--output", "figure.svg"],
+    """Values that no writer gives, and those of another type."""
+    figure = ["--figure", "methods", "--step", "1"]
+    readers = (
+        partial(report.main, [str(foreign.run), *figure]),
+        partial(bench, [str(foreign.tokens)]),
     )
     for name, choices in columns_of(foreign.good).items():
-        place = foreign.good.schema.get_field_index(name)
-        kind = foreign.good.schema.field(name)
         for values in choices:
-            foreign.put(
-                foreign.good.set_column(place, kind, pa.array(values, kind.type)), foreign.header
-            )
-            problems = foreign.problems(figure, partial(bench, [str(foreign.tokens)]))
-            harmless = name in (
-                "reward",
-                "outcome",
-                "answer",
-                "no_scores",
-            ) or "turn_rewards" in str(values[0])
-            assert harmless or "step_000001" in problems[0]
+            foreign.put_column(name, values)
+            assert "step_000001" in foreign.problems(*readers)[0], (name, values[0])
+    count = len(foreign.good)
+    for name, value in (("weight", "x"), ("tokens", 1)):
+        foreign.put_column(name, [value] * count, pa.scalar(value).type)
+        (problem,) = foreign.problems(*readers)
+        assert "step_000001" in problem
+    for name, values in harmless(count):
+        foreign.put_column(name, values)
+        foreign.problems(*readers)
 
 
 def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign) -> None:
-    lengths = [len(of) for of in foreign.good["mask"].to_pylist()]
-    numbers = [[0.5] * length for length in lengths]
-    count = len(lengths)
-    plain: dict[str, Any] = {name: numbers for name in ("received", "clipped", "effect")}
-    plain |= {name: [[own] for own in numbers] for name in ("by_update", "clipped_by_update")}
-    plain["key"] = foreign.good["key"].to_pylist()
-    plain["updates"] = [[0]] * count
-    finding = Finding("scaled", "here", 0.5, "half", (("a", 1, 1.0, 0.5),)).to_dict()
+    keys = foreign.good["key"].to_pylist()
+    numbers = [[0.5] * len(mask) for mask in foreign.good["mask"].to_pylist()]
+    count = len(keys)
+    finding = Finding(EVIL, EVIL, 0.5, EVIL, ((EVIL, 1, 1.0, 0.5),), EVIL).to_dict()
     whole = {"schema_version": 5, **received_header(1, findings=[finding])}
-    tables = [{name: [[0.5]] * count} for name in ("received", "clipped", "effect")]
-    tables += [{name: [[[0.5]]] * count} for name in ("by_update", "clipped_by_update")]
-    tables += [{"by_update": [[None]] * count}, {"key": [None] * count}]
-    for table in tables:
-        foreign.put(pa.table(plain | table, schema=RECEIVED_SCHEMA), whole, "received")
+    tables = changes_of(
+        ("received clipped effect", [[[0.5]] * count]),
+        ("by_update clipped_by_update", [[[[0.5]]] * count]),
+        ("by_update", [[[None]] * count]),
+        ("key", [[None] * count]),
+    )
+    for columns in tables:
+        columns = {"keys": keys, "effect": numbers, **columns}
+        foreign.put_received(received(values=numbers, **columns), whole)
         assert "received_000001" in foreign.problems()[0]
-    records = [whole | record for record in RECORDS] + [
-        whole | {"findings": [finding | own]} for own in FINDINGS
-    ]
-    arrived = pa.table(plain, schema=RECEIVED_SCHEMA)
+        # The responses are all there, without what they received.
+        assert [row.received_T for row in read_dump(foreign.tokens)] == [None] * 16
+    arrived = received(keys, numbers)
+    records = [whole | record for record in RECORDS]
+    records += [whole | {"findings": [finding | change]} for change in FINDINGS]
     for record in records:
-        foreign.put(arrived, record, "received")
-        assert (
-            "received_000001" in foreign.problems()[0]
-            and read_dump(foreign.tokens).receipts() == []
-        )
+        foreign.put_received(arrived, record)
+        assert "received_000001" in foreign.problems()[0]
+        assert read_dump(foreign.tokens).receipts() == []
     later = {"later": 1, "findings": [{**finding, "later": EVIL}]}
-    foreign.put(arrived, whole | later, "received")
+    foreign.put_received(arrived, whole | later)
     assert not foreign.problems() and len(read_dump(foreign.tokens).receipts()) == 1
-
-
-def test_columns_of_other_types_are_named(tmp_path: Path) -> None:
-    write_dump(tmp_path / "tokens", (1,), problems=1)
-    path = tmp_path / "tokens" / "step_000001.parquet"
-    table = pq.read_table(path)
-    for name, values in (
-        ("weight", ["x"] * len(table)),
-        ("tokens", [1] * len(table)),
-        ("step", [["a"]] * len(table)),
-    ):
-        changed = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
-        pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
-        dump = read_dump(tmp_path / "tokens")
-        assert list(dump) == [] and len(dump.problems) == 1 and str(path) in dump.problems[0]
-    pq.write_table(table.replace_schema_metadata({"grail_advantage": "no json"}), path)
-    assert report.main([str(tmp_path)]) == 0

@@ -5,9 +5,9 @@ import os
 import psutil
 
 
-def defaults() -> dict[str, str]:
-    """Return variable name -> default value, both strings, for this machine."""
-    return {
+def apply_defaults() -> None:
+    """Set every variable that is not set yet, for this machine."""
+    defaults = {
         # verl registers its FSDP engines for "cuda" and "npu"; they run on "cpu" unchanged. This is verl's own switch
         # for picking the registration (verl/workers/engine/base.py, EngineRegistry.get_engine_cls).
         "VERL_ENGINE_DEVICE": "cuda",
@@ -35,9 +35,5 @@ def defaults() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-
-
-def apply_defaults() -> None:
-    """Set every variable of :func:`defaults` that is not set yet."""
-    for name, value in defaults().items():
+    for name, value in defaults.items():
         os.environ.setdefault(name, value)

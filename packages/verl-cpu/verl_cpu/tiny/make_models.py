@@ -2,6 +2,7 @@
 
     python -m verl_cpu.tiny.make_models tiny|agent [FOLDER]
     python -m verl_cpu.tiny.make_models long FOLDER          the tiny model, with solutions in more words; not shipped
+    python -m verl_cpu.tiny.make_models misled FOLDER        the tiny model, which has learned a wrong rule; not shipped
 
 Supervised fine-tuning (SFT) on worked solutions. It ends when the model knows the task (greedy decoding is correct on
 most held-out problems) but still slips when it samples, because the solutions it was shown slip at a known rate. The
@@ -82,6 +83,7 @@ class WarmUpSettings:
     """Supervised training of the tiny model; the defaults take one to two minutes on two cores."""
 
     error_rate: float = 0.22  # probability that a step of a training solution is incorrect
+    no_carry_rate: float = 0.0  # probability that a sum that passes ten is written without its ten
     batch_size: int = 32
     learning_rate: float = 3e-3  # falls to a tenth along a cosine over the steps
     steps: int = 800  # at most, however long they take
@@ -214,6 +216,16 @@ def make_long(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def make_misled(folder: Path) -> None:
+    """Teach the tiny model a wrong rule, so that its commonest error is its likeliest token: 7 + 5 = 2, without the ten."""
+    model, tokenizer = shipped.load_shipped()
+    settings = WarmUpSettings(
+        error_rate=0.05, no_carry_rate=0.7, learning_rate=1e-3, steps=150, evaluate_every=150
+    )
+    _make(model, tokenizer, folder, settings, MAX_RESPONSE_TOKENS, SHORT)
+    tokenizer.save_pretrained(folder)
+
+
 def _make(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
@@ -302,6 +314,6 @@ def measure(
 
 
 if __name__ == "__main__":
-    {"tiny": make_tiny, "agent": make_agent, "long": make_long}[sys.argv[1]](
+    {"tiny": make_tiny, "agent": make_agent, "long": make_long, "misled": make_misled}[sys.argv[1]](
         *map(Path, sys.argv[2:])
     )

