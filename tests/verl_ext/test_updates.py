@@ -33,10 +33,10 @@ from tests.verl_ext.ranks import (
 pytestmark = pytest.mark.slow
 
 MINI_BATCHES = (
-    # On two ranks: only the first has responses that train. Of the others one has an advantage on a masked token.
-    [(5, 9, 9), (6, 14, 3), (4, 8, 0), (3, 12, 0), (7, 6, 0), (5, 5, 0)],
-    [(4, 10, 0), (6, 7, 0), (3, 12, 0), (5, 8, 0), (2, 13, 0), (6, 6, 0)],
-    [(3, 7, 0), (6, 11, 6), (4, 13, 0), (4, 12, 12), (7, 9, 2), (2, 8, 1)],
+    # On two ranks: only the first has responses that train. Of them one keeps a token of ten, one nothing but a masked token.
+    [(5, 9, 9), (3, 12, 0), (6, 14, 3), (4, 8, 0), (3, 15, 0), (7, 6, 0), (2, 11, 0), (5, 5, 0)],
+    [(4, 10, 0), (6, 7, 0), (3, 12, 0), (8, 4, 0), (5, 8, 0), (2, 13, 0), (6, 6, 0), (4, 9, 0)],
+    [(3, 7, 0), (6, 11, 6), (4, 13, 0), (5, 5, 0), (4, 12, 12), (7, 9, 2), (3, 16, 16), (2, 8, 1)],
 )
 """Each response's tokens of prompt and response, and those up to the last one with an advantage."""
 NOT_WRITTEN = 3
