@@ -2,7 +2,10 @@
 ``python -m bench values`` wrote, with the advantages of training.
 
 The credit of a step is V(after) - V(before) by K continuations (:mod:`bench.values`), a method's the mean advantage of the
-step's tokens. Shape suffixes: T response tokens, J steps of a response, M those before its answer, P problems.
+step's tokens.
+
+Shape suffixes: T response tokens, J steps of a response, M those before its answer, K
+continuations, P problems, N terms of a sum; 3 stands for all continuations and either half.
 """
 
 from __future__ import annotations
@@ -70,12 +73,13 @@ class Case:
     advantage: float
     # Its steps before the answer; to blame is that of the largest significant loss
     label: Label
-    # Int; of all tokens
-    step_T: np.ndarray
+    # Int; the step in J of every token, also in the answer, where label.step_T is -1
+    credit_step_T: np.ndarray
     # By all continuations, and by either half of them
     credit_3J: np.ndarray
     # M
     steps: int
+    # Those of the folder, and the references
     methods: dict[str, TokenAdvantages]
 
     @property
@@ -94,12 +98,13 @@ class Case:
 def largest_loss(credit_M: np.ndarray, bits_JK: np.ndarray) -> int | None:
     """The step of the largest loss, if it is significant among the M steps (Fisher's test, Bonferroni's correction)."""
     step = int(credit_M.argmin())
+    # Row j counts continuations from before step j: rows 2 and 3 are those before and after step 2.
     right_J = bits_JK.sum(axis=1)
-    # After the last step comes the reward, which has no noise
+    # After the last step comes the reward, which is exact: its loss is no chance.
     p = 0.0
     if step + 1 < len(right_J):
-        counts_2 = right_J[step : step + 2]
-        p = stats.fisher_exact([counts_2, bits_JK.shape[1] - counts_2]).pvalue
+        before_after_2 = right_J[step : step + 2]
+        p = stats.fisher_exact([before_after_2, bits_JK.shape[1] - before_after_2]).pvalue
     if credit_M[step] >= 0 or p * len(credit_M) >= SIGNIFICANT:
         return None
     return step
@@ -109,6 +114,7 @@ def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
     """A response by this part of its continuations, with the references that know the advantage, the place or the kind."""
     values = row.labels["values"]
     bits_JK = np.array([list(digits[part]) for digits in values["right"]]) == "1"
+    # Neither half is empty: bench values draws two or more, and report takes parts of two or more.
     half = bits_JK.shape[1] // 2
     # Values 0.5 and 0.75 and the reward 0 give the credit 0.25 and -0.75.
     credits = [
@@ -116,18 +122,18 @@ def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
         for part_JK in (bits_JK, bits_JK[:, :half], bits_JK[:, half:])
     ]
     step_T = np.searchsorted(values["starts"][1:], np.arange(len(row)), side="right")
-    # The last step is the answer then, which methods treat by rules of their own.
-    steps = len(bits_JK) - values["answered"]
+    # An answered response has its answer as the last step, which methods treat by their own rules.
+    steps = len(bits_JK) - int(values["answered"])
     advantage = float(row.base_advantage_T[0])
-    loss = None
+    blamed_step = None
     if advantage < 0 and steps:
-        loss = largest_loss(credits[0][:steps], bits_JK)
+        blamed_step = largest_loss(credits[0][:steps], bits_JK)
     kind_T = np.array([kind_of(piece) for piece in row.tokens])
     methods = token_advantages(row)
     methods[BASE] = TokenAdvantages(np.full(len(row), advantage))
     methods[EARLIER] = TokenAdvantages(advantage * np.arange(len(row), 0, -1))
     methods[KIND] = TokenAdvantages(advantage * (kind_T == NUMBER))
-    label = Label(np.where(step_T < steps, step_T, -1), kind_T, loss)
+    label = Label(np.where(step_T < steps, step_T, -1), kind_T, blamed_step)
     return Case(row, advantage, label, step_T, np.array(credits), steps, methods)
 
 
@@ -161,8 +167,8 @@ def read(folder: Path) -> tuple[list[Case], Counter[str]]:
     return cases, counts
 
 
-def sums_of(cases: Sequence[Case], terms: Sequence[Sequence[float]]) -> np.ndarray:
-    """The sums of terms of the responses over all problems, then without each of them, (terms, 1 + P), for
+def jackknife_sums(cases: Sequence[Case], terms: Sequence[Sequence[float]]) -> np.ndarray:
+    """The sums of responses' N terms over all problems, then without each of them, (N, 1 + P), for
     :func:`bench.statistics.jackknife`."""
     sums_PN = pd.DataFrame(terms).groupby([case.problem for case in cases]).sum().to_numpy()
     total_N = sums_PN.sum(axis=0)
@@ -178,45 +184,52 @@ def correlation(
     for value, (credit, first, second) in zip(values, credits, strict=True):
         # The product of the halves has no noise on average; the square of the credit would.
         terms.append((value @ credit, value @ value, first @ second))
-    cross, norm, square_credit = sums_of(cases, terms)
+    cross, norm, square_credit = jackknife_sums(cases, terms)
+    # Each problem's: of 10 over all problems and 7 without the first, the first has 3.
     square = mean_of(square_credit[0] - square_credit[1:])
     if not (square.value > 0 and square.p < SIGNIFICANT):
         return np.full(len(cross), np.nan)
-    # A method that gives all steps the same has the norm 0 but for rounding.
+    # The square is above 0 without any one problem, too: if the others' sum were 0 or less,
+    # Student's t would be at most 1, and p above 0.3. The norm is 0 but for rounding where a method
+    # gives the same to all steps.
     return np.where(norm > 1e-12, cross / np.sqrt(np.maximum(norm * square_credit, 1e-30)), 0.0)
 
 
 def cosine(cases: Sequence[Case], name: str) -> np.ndarray:
     """:func:`correlation` of token advantages with the credit."""
     values = [case.methods[name].advantage_T for case in cases]
-    return correlation(cases, values, [case.credit_3J[:, case.step_T] for case in cases])
+    return correlation(cases, values, [case.credit_3J[:, case.credit_step_T] for case in cases])
 
 
 def centred(values: np.ndarray) -> np.ndarray:
     return values - values.mean(axis=-1, keepdims=True)
 
 
+def beyond_peers(cases: Sequence[Case], means: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Step means less those of peers: their mean in other problems' responses of as many steps."""
+    sums_by_steps = defaultdict[int, Any](float)
+    sums_by_problem = defaultdict[tuple[int, str], Any](float)
+    for case, mean_M in zip(cases, means, strict=True):
+        # Means 0.5 and -0.5 give 0.5, -0.5 and 1: the last number of a sum counts its responses.
+        terms = np.append(mean_M, 1)
+        sums_by_steps[case.steps] += terms
+        sums_by_problem[case.steps, case.problem] += terms
+    beyond = []
+    for case, mean_M in zip(cases, means, strict=True):
+        peers = sums_by_steps[case.steps] - sums_by_problem[case.steps, case.problem]
+        # Without a peer a response is compared with itself, and adds nothing.
+        peer_M = peers[:-1] / peers[-1] if peers[-1] else mean_M
+        beyond.append(mean_M - peer_M)
+    return beyond
+
+
 def within(cases: Sequence[Case], name: str) -> list[Estimate]:
     """The correlation of step means with the credit within responses, and of what place does not explain."""
+    # The label has -1 in the answer, which step_means leaves out: these are M means, not J.
     means = [
         centred(step_means(case.methods[name].advantage_T, case.label.step_T)) for case in cases
     ]
-    # Sums and numbers of responses of as many steps: to all problems, and to each of them.
-    sums = defaultdict[Any, Any](float)
-    counts = Counter[Any]()
-    for case, mean_M in zip(cases, means, strict=True):
-        for key in (case.steps, (case.steps, case.problem)):
-            sums[key] += mean_M
-            counts[key] += 1
-    beyond = []
-    for case, mean_M in zip(cases, means, strict=True):
-        key = case.steps, case.problem
-        peers = counts[case.steps] - counts[key]
-        # Without a peer it is compared with itself, and adds nothing
-        peer_M = mean_M
-        if peers:
-            peer_M = (sums[case.steps] - sums[key]) / peers
-        beyond.append(mean_M - peer_M)
+    beyond = beyond_peers(cases, means)
     credits = [centred(case.credit_3J[:, : case.steps]) for case in cases]
     return [jackknife(correlation(cases, values, credits)) for values in (means, beyond)]
 
@@ -228,7 +241,7 @@ def moved(cases: Sequence[Case], name: str) -> Estimate:
         change_T = np.nan_to_num(case.row.effect_T) * np.sign(case.methods[name].advantage_T)
         # Changes +3, -1 and +2 under the advantages 1, 1 and 0: 3 of 4.
         terms.append((change_T.clip(min=0).sum(), abs(change_T).sum()))
-    along, size = sums_of(cases, terms)
+    along, size = jackknife_sums(cases, terms)
     return jackknife(along / np.maximum(size, 1e-30))
 
 
@@ -237,8 +250,11 @@ def records_of(cases: Sequence[Case], name: str) -> list[Record]:
     records = []
     for number, case in enumerate(cases):
         if case.advantage < 0:
-            labels = {None: replace(case.label, step=None), case.label.step: case.label}
-            for label in labels.values():
+            # Without a step to blame, a record is a control.
+            labels = [replace(case.label, step=None)]
+            if case.label.step is not None:
+                labels.append(case.label)
+            for label in labels:
                 records.append(record_of(case.row, case.methods[name], label, number))
     return records
 
@@ -255,9 +271,10 @@ def figures(cases: Sequence[Case], names: Sequence[str]) -> dict[str, Figures]:
                 row[f"within, {outcome}"], row[f"{BEYOND}, {outcome}"] = within(chosen, name)
         records = records_of(cases, name)
         if not all(math.isnan(record.place) for record in records):
-            of_loss = figures_of(records, other_problems=True)
-            row["AUROC, largest loss"] = of_loss["AUROC"]
-            gains = [of_loss[control] for control in CONTROLS if control in of_loss]
+            loss_figures = figures_of(records, other_problems=True)
+            row["AUROC, largest loss"] = loss_figures["AUROC"]
+            # All controls but that at equal place have a figure wherever there is a loss.
+            gains = [loss_figures[control] for control in CONTROLS if control in loss_figures]
             row["least above a control"] = min(gains, key=lambda gain: gain.value)
         row[COSINE] = jackknife(cosine(cases, name) - uniform)
         if not any(case.row.effect_T is None for case in cases):
@@ -287,25 +304,28 @@ def report(folder: Path) -> str:
         planted = []
         for case in cases:
             rest = case_of(case.row, slice(half, None))
-            planted.append(case_of(case.row, slice(half)).by(PLANTED, rest.credit_J[rest.step_T]))
+            planted_T = rest.credit_J[rest.credit_step_T]
+            planted.append(case_of(case.row, slice(half)).by(PLANTED, planted_T))
         rows.update(figures(planted, [PLANTED]))
-    names = [name for name in cases[0].row.methods if all(name in case.methods for case in cases)]
-    of_methods = figures(cases, names)
+    # The methods that every response has; case.methods would add the references.
+    names = [
+        name for name in cases[0].row.methods if all(name in case.row.methods for case in cases)
+    ]
+    method_rows = figures(cases, names)
     problems = len({case.problem for case in cases})
     words = dict.fromkeys(names, FEW)
     if problems >= FEWEST:
-        words = verdicts(of_methods)
-    rows.update(of_methods)
-    # A column without any figure, such as of credit that is not above its noise, is left out.
+        words = verdicts(method_rows)
+    rows.update(method_rows)
+    # A column without any figure, such as of credit that is not above its noise, is left out. A row
+    # may lack a column: by 4 of 8 continuations, planted seldom has a significant loss.
     columns = [
-        column
-        for column in rows[NOISE]
-        if not all(math.isnan(row[column].value) for row in rows.values())
+        column for column in rows[NOISE] if any(cell(row.get(column)) for row in rows.values())
     ]
     lines = [[name, words.get(name, ""), *cells(row, columns)] for name, row in rows.items()]
-    of_uniform = cell(jackknife(cosine(cases, BASE))) or "no credit above its noise"
+    uniform_cosine = cell(jackknife(cosine(cases, BASE))) or "no credit above its noise"
     losses = sum(case.label.step is not None for case in cases)
     sorts = "; ".join(f"{count} {sort}" for sort, count in counts.items())
     about = f"By values of {settings['model']}, K = {settings['samples']}, {problems} problems. {sorts}. "
-    about += f"{losses} responses with a significant loss. Uniform's cosine: {of_uniform}."
+    about += f"{losses} responses with a significant loss. Uniform's cosine: {uniform_cosine}."
     return "\n".join([about, "", *table(["method", "verdict", *columns], lines, right=2), "", RULE])

@@ -39,9 +39,9 @@ def features_of(case: Case) -> np.ndarray:
 def ridge(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     """Coefficients (F,) of these features, 0 of the others; every token counts once."""
     input_NF = np.concatenate(
-        [abs(case.advantage) * features_of(case)[case.step_T][:, columns] for case in cases]
+        [abs(case.advantage) * features_of(case)[case.credit_step_T][:, columns] for case in cases]
     )
-    credit_N = np.concatenate([case.credit_J[case.step_T] for case in cases])
+    credit_N = np.concatenate([case.credit_J[case.credit_step_T] for case in cases])
     # Where all advantages have one size, the constant has the deviation 0.
     deviation_F = input_NF.std(axis=0) + 1e-9
     scaled_NF = input_NF / deviation_F
@@ -66,7 +66,7 @@ def predicted(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
     fitted = []
     for case, key in zip(cases, keys, strict=True):
         credit_J = abs(case.advantage) * features_of(case) @ fits[key]
-        fitted.append(case.by("fitted", credit_J[case.step_T]))
+        fitted.append(case.by("fitted", credit_J[case.credit_step_T]))
     return cosine(fitted, "fitted")
 
 

@@ -276,7 +276,7 @@ TABLE = {
     },
     "grail_advantage/verl_ext/host.py::_fields": {
         # Each output of a session has the session's list.
-        "dict.fromkeys(A) if B != C else D => D": (
+        "dict.fromkeys(A) => A": (
             "verl_ext/test_turns.py::test_several_outputs_of_a_session_are_one_conversation"
         ),
     },

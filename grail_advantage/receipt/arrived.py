@@ -103,7 +103,7 @@ class Arrived:
         """What a loss gives."""
         return self.expect(loss, **columns)[0]
 
-    def off(self, value_NT: Tensor, got_NT: Tensor, factor_N1: Any = 1.0) -> Tensor:
+    def differs(self, value_NT: Tensor, got_NT: Tensor, factor_N1: Any = 1.0) -> Tensor:
         """Where more than rounding lies between them; outside the mask, where anything was received.
 
         What was received is divided by the factor: a large one must not make it small beside a value of 0.
@@ -113,7 +113,7 @@ class Arrived:
         size_NT = torch.maximum(value_NT.abs(), got_NT.abs()) + unit_NT * self.mask_NT
         return ~((got_NT - value_NT).abs() <= self.precision * size_NT) & ~self.ignored_NT
 
-    def quotient(self, value_NT: Tensor) -> Tensor:
+    def log_quotient(self, value_NT: Tensor) -> Tensor:
         """Logarithm of received / value, where that is positive; NaN elsewhere, and where rounding is large."""
         times_NT = self.received_NT / value_NT
         clear_NT = (value_NT.abs() > 0.02 * self.unit) & ~self.ignored_NT & (times_NT > 0)

@@ -2,10 +2,14 @@
 
 What differs is explained by one change of the loss (a column, the ratio, the clip, the KL term) and one factor for each
 optimiser step, rank, micro-batch or response. All pairs are tried and the shortest is told, in bits: of the change, 12
-for each free number, 8 for each token that is left over.
+for each free number, 8 for each token that is left over, and less for those of a known kind, such as lost ones.
 
-Shape suffixes: B responses of the rollout batch, N those of all optimiser steps, T response tokens, E epochs, U steps
-over all epochs, G groups of the N, K some of the tokens.
+Effective advantages: ``wanted`` is what the loss says (a table calls it intended, a receipt expected), ``value`` what a
+changed loss says, ``open`` what the loss says without its clip; ``received`` is what arrived, and ``got`` is received
+divided by a factor. An update is an optimiser step.
+
+Shape suffixes: B responses of the rollout batch, b those of a piece, N those of all optimiser steps, T response tokens,
+E epochs, U steps over all epochs, G groups of the N, K some of the tokens.
 """
 
 from __future__ import annotations
@@ -54,6 +58,8 @@ STALE = 0.02
 """The first ratios are at least so far from 1, in the mean, where another policy gave the old log-probabilities."""
 ROUNDED = 2**-6
 """A difference, relative to what was intended, that may be rounding."""
+GROUPING = 8.0
+"""Bits that say in which groups a factor is constant."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class Receipt:
     tokens: int = 0  # that may train, each once
     trained: int = 0  # of these, which received a gradient
     clipped: float | None = None  # mean share of clipping over these; None for an unknown loss
-    responses: tuple[int, int] = (0, 0)  # those seen, and those of the whole update
+    responses: tuple[int, int] = (0, 0)  # those seen, and those of the whole batch
 
     @property
     def ok(self) -> bool:
@@ -160,7 +166,8 @@ def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
         if loss.account is None:
             outside_NT = ~comparison.mask_NT & (comparison.received_NT != 0)
             comparison.add("outside", "tokens outside the mask train", outside_NT)
-        else:
+        # Where no piece has a response there is no value to compare.
+        elif len(comparison.rows_N):
             comparison.intend()
             comparison.first_ratio()
             comparison.differences()
@@ -170,7 +177,7 @@ def check(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> Receipt:
 class Comparison(Arrived):
     """What arrived, and the findings on it."""
 
-    differs = 0  # tokens that differ from what was intended
+    differing = 0  # tokens that differ from what was intended
     also = ""  # as in Finding
     rounding = False  # most of what differs is small
 
@@ -185,11 +192,11 @@ class Comparison(Arrived):
         B = len(batch.mask_BT)
         U = int(self.update_N.max()) + 1 if len(self.rows_N) else 1
 
-        def by_update(values_NK: Tensor) -> Tensor:
-            values_UBK = torch.zeros(U, B, values_NK.shape[1], dtype=torch.float32)
-            # Added, as a response may come twice in an update.
+        def by_update(values_NT: Tensor) -> Tensor:
+            """Sums over the times that a response comes in an update; T may be 1."""
+            values_UBT = torch.zeros(U, B, values_NT.shape[1], dtype=torch.float32)
             place = (self.update_N, self.rows_N)
-            return values_UBK.index_put_(place, values_NK.float(), accumulate=True)
+            return values_UBT.index_put_(place, values_NT.float(), accumulate=True)
 
         held_UB1 = by_update(torch.ones(len(self.rows_N), 1))
         absent_UB1 = held_UB1 == 0
@@ -197,7 +204,8 @@ class Comparison(Arrived):
         received_UBT = by_update(self.received_NT)
         trains_BT = (received_UBT != 0).any(dim=0)
         received_UBT = received_UBT.masked_fill(absent_UB1, torch.nan)
-        # Of a response that came twice it is a share, too.
+        # The gradients of a response that came twice add up in the step, so that they stay a sum.
+        # Clipping is a share: 0.5 where one of the two was clipped.
         clipped_UBT = by_update(self.clipped_NT).masked_fill(unknown_UB1, torch.nan) / held_UB1
         clipped_BT = clipped_UBT.nanmean(dim=0)
         seen_B = ~absent_UB1.all(dim=0)[:, 0]
@@ -205,6 +213,7 @@ class Comparison(Arrived):
         clipped = float(clipped_BT[seen_BT].mean())
         responses = B
         if batch.totals_U2 is not None:
+            # Column 1 holds the responses of each step: over 2 epochs twice those of the batch.
             responses = int(batch.totals_U2[:, 1].sum()) // batch.epochs
 
         def order(finding: Finding) -> tuple[bool, bool, int]:
@@ -217,6 +226,7 @@ class Comparison(Arrived):
             expected_UBT=by_update(self.wanted_NT).masked_fill(unknown_UB1, torch.nan),
             clipped_UBT=clipped_UBT,
             findings=tuple(sorted(self.findings, key=order)),
+            # differs() allows precision * (advantage + unit), and a middle advantage is the unit.
             seen_from=1 + 2 * self.precision,
             tokens=int(seen_BT.sum()),
             trained=int((seen_BT & trains_BT).sum()),
@@ -254,7 +264,7 @@ class Comparison(Arrived):
             steps = f"in optimiser steps {', '.join(numbers)}"
         count = f"{len(self.rows_N[n].unique())} of {len(self.rows_N.unique())} responses"
         examples = []
-        # From the beginning, the middle and the end of what differs, so seldom of one response.
+        # At 0, 1/3 and 2/3 of what differs, so seldom of one response: of 9 the tokens 0, 3 and 6.
         for k in range(0, len(n), max(1, len(n) // 3))[:3]:
             row = int(n[k])
             token = int(t[k])
@@ -275,7 +285,7 @@ class Comparison(Arrived):
                 tokens=len(n),
                 low=low if has_bounds else None,
                 high=high if has_bounds else None,
-                explains=len(n) / self.differs if self.differs else None,
+                explains=len(n) / self.differing if self.differing else None,
                 also=self.also,
             )
         )
@@ -285,22 +295,25 @@ class Comparison(Arrived):
         batch = self.batch
         B = len(batch.mask_BT)
         left_out_B = batch.left_out_B
-        assert left_out_B is not None
+        assert left_out_B is not None  # checked() fills it in
         trains_B = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
         lengths_B = batch.mask_BT.sum(dim=1)
         epoch_N = self.update_N // batch.updates
-        times_EB = torch.stack(
-            [self.rows_N[epoch_N == e].bincount(minlength=B) for e in epoch_N.unique()]
-        )
-        outside_B = torch.zeros(B, dtype=torch.bool)
+        # Up to the last epoch that has a response, as training may stop early. An epoch before it
+        # without any has them all missing.
+        E = int(epoch_N.max()) + 1 if len(epoch_N) else 1
+        times_EB = torch.stack([self.rows_N[epoch_N == e].bincount(minlength=B) for e in range(E)])
+        outside_EB = torch.zeros(E, B, dtype=torch.bool)
         for piece in pieces:
-            if piece.outside_b is not None:
-                outside_B[piece.rows_b[piece.outside_b != 0]] = True
+            # One without a response may be of an epoch after the last.
+            if piece.outside_b is not None and len(piece.rows_b):
+                rows_K = piece.rows_b[piece.outside_b != 0]
+                outside_EB[piece.update // batch.updates, rows_K] = True
         for name, what, at_EB in (
-            ("lost", "left out with an advantage", (left_out_B & trains_B)[None]),
+            ("lost", "left out with an advantage", (left_out_B & trains_B).expand(E, B)),
             ("missing", "in no micro-batch", (times_EB == 0) & ~left_out_B & (lengths_B > 0)),
             ("repeated", "in several micro-batches, or in one repeatedly", times_EB > 1),
-            ("outside", "there with a gradient on the prompt or padding", outside_B[None]),
+            ("outside", "there with a gradient on the prompt or padding", outside_EB),
         ):
             rows = at_EB.any(dim=0).nonzero().flatten().tolist()
             if not rows:
@@ -330,12 +343,12 @@ class Comparison(Arrived):
         if not self.batch.on_policy or old_BT is None or not tokens.mask.any():
             return
 
-        def distance(old_NT: Tensor, part: slice = slice(None)) -> float:
+        def ratio_distance(old_NT: Tensor, part: slice = slice(None)) -> float:
             # One enormous ratio must not hide what the others are: it counts as 10.
             away_NT = ((tokens.log_probs - old_NT).clamp(-20, 20).exp() - 1).abs().clamp(max=10)
             return float(away_NT[:, part][tokens.mask[:, part]].mean().nan_to_num(10.0))
 
-        size = distance(tokens.old)
+        size = ratio_distance(tokens.old)
         if size <= NOISE:
             return
         # Half precision alone moves a ratio by as much as it rounds the log-probability.
@@ -344,15 +357,15 @@ class Comparison(Arrived):
             stale += 2**-8 * float(tokens.log_probs[tokens.mask].abs().mean())
         # Another order of tokens or responses explains it where little is left of the distance.
         # Without the outermost positions, where roll() brings in the other end.
-        shifted = min(distance(tokens.old.roll(by, 1), slice(1, -1)) for by in (1, -1))
-        wanted_NT = torch.where(tokens.mask, tokens.log_probs, torch.nan)
-        swapped_N = fitting_rows(wanted_NT, old_BT.double(), self.rows_N[first_N], 1e-3)
+        shifted = min(ratio_distance(tokens.old.roll(by, 1), slice(1, -1)) for by in (1, -1))
+        log_probs_NT = torch.where(tokens.mask, tokens.log_probs, torch.nan)
+        swapped_N = fitting_rows(log_probs_NT, old_BT.double(), self.rows_N[first_N], 1e-3)
         name = "stale"
         if size <= stale:
             name = "rounded"
         elif shifted < size / 10:
             name = "shifted"
-        elif distance(old_BT[swapped_N]) < size / 10:
+        elif ratio_distance(old_BT[swapped_N]) < size / 10:
             name = "swapped"
         moved_NT = (self.tokens.log_probs - self.tokens.old).abs() > NOISE
         at_NT = first_N[:, None] & self.mask_NT & moved_NT
@@ -361,11 +374,11 @@ class Comparison(Arrived):
 
     def differences(self) -> None:
         """Find what does not fit the loss, and the shortest explanation."""
-        differs_NT = self.off(self.wanted_NT, self.received_NT)
-        self.differs = int(differs_NT.sum())
-        if not self.differs:
+        differs_NT = self.differs(self.wanted_NT, self.received_NT)
+        self.differing = int(differs_NT.sum())
+        if not self.differing:
             return
-        factor = self.middle(self.quotient(self.wanted_NT)).exp()
+        factor = self.middle(self.log_quotient(self.wanted_NT)).exp()
         # Beside the usual factor: the gradient of a scaled loss is rounded as well.
         away_NT = (self.received_NT / factor - self.wanted_NT).abs()
         small = int((differs_NT & (away_NT <= ROUNDED * self.wanted_NT.abs())).sum())
@@ -375,22 +388,23 @@ class Comparison(Arrived):
         self.tell(self.explanation())
 
     def left(self, value_NT: Tensor, factor_N1: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What an explanation leaves: bits, (N,), and where, by kind."""
+        """What an explanation leaves: bits, (N,), and where, by kind.
+
+        The smaller the bits of a kind, the sooner an explanation that leaves such tokens is told.
+        """
         got_NT = self.received_NT / factor_N1
-        rest_NT = self.off(value_NT, got_NT, factor_N1)
+        rest_NT = self.differs(value_NT, got_NT, factor_N1)
         small_NT = (got_NT - value_NT).abs() <= ROUNDED * value_NT.abs()
         bits_N = torch.zeros(len(value_NT), dtype=torch.float64)
+        unclipped_NT = self.clipped_NT & (value_NT == 0) & ~self.differs(self.open_NT, got_NT)
         kinds = {}
+        # Each row: a kind, the bits of a token of it, the most that one response pays, and where.
+        # With WHOLE, 6 bits, 100 lost tokens of a response cost as much as 12: it was lost as a whole.
         for name, bits, limit, at_NT in (
             ("lost", 0.5, WHOLE, got_NT == 0),
             ("outside", 1.0, WHOLE, ~self.mask_NT & (value_NT == 0)),
-            (
-                "unclipped",
-                1.0,
-                WHOLE,
-                self.clipped_NT & (value_NT == 0) & ~self.off(self.open_NT, got_NT),
-            ),
-            ("sign", 8.0, WHOLE, ~self.off(-value_NT, got_NT)),
+            ("unclipped", 1.0, WHOLE, unclipped_NT),
+            ("sign", 8.0, WHOLE, ~self.differs(-value_NT, got_NT)),
             ("rounded", 1.0, math.inf, self.rounding & small_NT),
             ("", 8.0, math.inf, rest_NT),
         ):
@@ -401,31 +415,35 @@ class Comparison(Arrived):
         return bits_N, kinds
 
     def explanation(self) -> Explanation:
-        """Try all explanations, and find the shortest. None is told that leaves most of what it changes."""
+        """Try all explanations, and find the shortest. A change that leaves over a third of its tokens is not told."""
         value_NT = self.wanted_NT
-        # None is shorter: the first change.
+        # changes() yields "no change" first, with the name "": its bits are finite, so that it
+        # always replaces this one, and `best.remaining` has its kinds.
         best = Explanation(math.inf, "", "", "", value_NT, value_NT, "", {})
         tried: dict[str, float] = {}  # share of what differs that is explained
         for bits, name, what, value_NT in changes(self):
-            changed_NT = self.off(value_NT, self.wanted_NT)
+            changed_NT = self.differs(value_NT, self.wanted_NT)
             changed = int(changed_NT.sum())
             if name and not changed:
                 continue
-            log_NT = self.quotient(value_NT)
+            log_NT = self.log_quotient(value_NT)
             # Each response with a factor of its own is the best that a change can do.
             finest_N1 = self.middle(log_NT, "response").exp()[:, None]
             least_bits = bits + float(self.left(value_NT, finest_N1)[0].sum())
-            for more, factor_N1, by in self.factors(value_NT, log_NT):
+            for factor_bits, factor_N1, by in self.factors(value_NT, log_NT):
                 bits_N, kinds = self.left(value_NT, factor_N1)
+                # "scaled by rank", and "scaled by " becomes "scaled".
                 label = what or f"scaled by {by}".removesuffix(" by ")
+                # Only a change alone, or a factor alone, has a share of its own.
                 if not (name and by):
-                    share = 1 - float(sum(kind.sum() for kind in kinds.values())) / self.differs
+                    share = 1 - float(sum(kind.sum() for kind in kinds.values())) / self.differing
                     tried[label] = max(tried.get(label, 0.0), share)
-                total = bits + more + float(bits_N.sum())
-                # Most of the tokens that a change changes fit with it.
+                total = bits + factor_bits + float(bits_N.sum())
+                # At most one in three of the tokens that a change changes does not fit with it.
                 fits = not name or 3 * int((kinds[""] & changed_NT).sum()) <= changed
                 if fits and total < best.bits:
                     best = Explanation(total, label, name, what, value_NT, factor_N1, by, kinds)
+                # No other factor can be shorter. The first one is tried in any case, for its share.
                 if least_bits >= best.bits:
                     break
             # What looks reversed may be swapped too.
@@ -446,7 +464,7 @@ class Comparison(Arrived):
         yield 0.0, ones_N1, ""
         log_one = self.middle(log_NT)
         spread = 2 * float(self.middle((log_NT - log_one).abs()))
-        # Below this the factor may be rounding.
+        # Rounding alone gives up to 1 times the precision, and ``seen_from`` promises 2 times.
         common = 1.0
         if float(log_one.abs()) > max(spread, 1.5 * self.precision):
             common = float(log_one.exp())
@@ -457,38 +475,40 @@ class Comparison(Arrived):
                 continue
             log_G = self.middle(log_NT, by)
             spread_G = self.middle((log_NT - log_G[group_N][:, None]).abs(), by)
-            own_G = torch.where(
+            factor_G = torch.where(
                 (log_G - math.log(common)).abs() > 2 * spread_G, log_G.exp(), common
             )
-            saved_N = common_N - self.left(value_NT, own_G[group_N][:, None])[0]
-            price = NUMBER + math.log2(len(own_G))
-            chosen_G = torch.zeros_like(own_G).index_add_(0, group_N, saved_N) > price
+            saved_N = common_N - self.left(value_NT, factor_G[group_N][:, None])[0]
+            price = NUMBER + math.log2(len(factor_G))
+            chosen_G = torch.zeros_like(factor_G).index_add_(0, group_N, saved_N) > price
             # Where most groups have one of their own, those that too few tokens tell have it too.
             if 2 * chosen_G.sum() > len(chosen_G):
                 chosen_G[:] = True
             if chosen_G.any():
-                bits = 8 + NUMBER * (common != 1) + price * int(chosen_G.sum())
-                yield bits, torch.where(chosen_G, own_G, common)[group_N][:, None], by
+                bits = GROUPING + NUMBER * (common != 1) + price * int(chosen_G.sum())
+                yield bits, torch.where(chosen_G, factor_G, common)[group_N][:, None], by
 
     def tell(self, best: Explanation) -> None:
         """Add the lines of an explanation: its change, its factor, and what they leave."""
         got_NT = self.received_NT / best.factor_N1
         kinds = dict(best.remaining)
         rest_NT = kinds.pop("")
-        rest = ""
+        rest_name = ""
         if rest_NT.any():
-            rest = self.rest(rest_NT | kinds["rounded"], best.value_NT, got_NT)
+            rest_name = self.rest_name(rest_NT | kinds["rounded"], best.value_NT, got_NT)
         places = {kind: self.place(at_NT, best.value_NT) for kind, at_NT in kinds.items()}
-        if rest == "stale":
-            # The clip takes and leaves tokens by the ratio in the loss, too.
+        if rest_name == "stale":
+            # A stale ratio also decides which tokens the clip takes, so that these belong to it.
+            # Tokens with a place, such as the last of each response, have another cause.
             for kind in ("rounded", "lost", "unclipped"):
                 if not places[kind]:
                     rest_NT = rest_NT | kinds.pop(kind)
-        if best.name and not (rest == "stale" and best.name == "unclipped"):
+        if best.name and not (rest_name == "stale" and best.name == "unclipped"):
             left_NT = torch.stack(list(best.remaining.values())).any(dim=0)
             away_NT = (self.received_NT - self.wanted_NT).abs()
+            # At most a third of the difference is left, such as 0.1 of 0.3.
             nearer_NT = 3 * (got_NT - best.value_NT).abs() < away_NT
-            changed_NT = self.off(best.value_NT, self.wanted_NT)
+            changed_NT = self.differs(best.value_NT, self.wanted_NT)
             self.add(best.name, best.what, changed_NT & (nearer_NT | ~left_NT))
         self.tell_factor(best)
         for kind, what in (
@@ -508,16 +528,17 @@ class Comparison(Arrived):
         what = (
             f"tokens received {added_K.min():+.3g} to {added_K.max():+.3g} beside what they should"
         )
-        if rest == "stale":
+        if rest_name == "stale":
             times_K = got_K / value_K
             times_K = times_K[times_K.isfinite() & (times_K > 0)]
             low, high = times_K.quantile(torch.tensor([0.01, 0.99], dtype=torch.float64))
             what = (
                 f"the ratio in the loss is mostly {low:.3g} to {high:.3g} times that of the batch"
             )
-        self.add(rest, what, rest_NT, place=self.place(rest_NT, best.value_NT))
+        self.add(rest_name, what, rest_NT, place=self.place(rest_NT, best.value_NT))
 
     def tell_factor(self, best: Explanation) -> None:
+        # A factor that rounding may give, such as exactly 1, is not told.
         logs_N1 = best.factor_N1.log().abs()
         at_NT = self.mask_NT & (self.received_NT != 0) & (logs_N1 > self.precision)
         if not at_NT.any():
@@ -538,14 +559,14 @@ class Comparison(Arrived):
             times_NT=best.factor_N1.expand_as(at_NT),
         )
 
-    def rest(self, at_NT: Tensor, value_NT: Tensor, got_NT: Tensor) -> str:
+    def rest_name(self, at_NT: Tensor, value_NT: Tensor, got_NT: Tensor) -> str:
         """The name of what no change and no factor explains."""
         # Whatever multiplies an advantage of 0 gives 0, so that something was added.
         advantages_NT = self.tokens.advantages
         if (advantages_NT[at_NT] == 0).any():
             return "extra"
         unweighed_NT = self.value(advantages=torch.zeros_like(value_NT))  # what no ratio multiplies
-        at_NT = at_NT & self.off(unweighed_NT, value_NT) & self.off(unweighed_NT, got_NT)
+        at_NT = at_NT & self.differs(unweighed_NT, value_NT) & self.differs(unweighed_NT, got_NT)
         value_K = (value_NT - unweighed_NT)[at_NT]
         got_K = (got_NT - unweighed_NT)[at_NT]
         advantages_K = advantages_NT[at_NT]
@@ -554,13 +575,16 @@ class Comparison(Arrived):
         trains = int((self.mask_NT & (advantages_NT != 0) & (self.received_NT != 0)).sum())
         options = self.loss.options
         clips = self.loss.account == "clip" and not options.get("sequence")
-        # Few tokens tell nothing; without a clip by token there is no ratio to bound.
+        # A stale ratio is in most tokens: fewer than a tenth of them tell nothing, nor do under 20.
+        # Without a clip by token there is no ratio to bound.
         if len(got_K) < max(20, 0.1 * trains) or not clips or self.batch.old_log_probs_BT is None:
             return "unexplained"
-        # Another ratio is none where a clip would take it.
+        # A stale ratio can only explain tokens that trained, so it must lie inside the clip: for a
+        # positive advantage and high = 0.2, ratio <= 1.2. The 2 % that may lie outside are as many
+        # as tell() leaves out of the range that it prints, 1 % at each end.
         times_K = got_K / value_K
         ratio_K = times_K * self.tokens.log_ratio.exp()[at_NT]
-        margin = 1 + 2 * self.precision
+        margin = 1 + 2 * self.precision  # as in seen_from
         below_K = ratio_K <= (1 + options["high"]) * margin
         above_K = ratio_K >= (1 - options["low"]) / margin
         inside_K = torch.where(advantages_K > 0, below_K, above_K) & (times_K > 0)
@@ -593,22 +617,25 @@ class Comparison(Arrived):
 
 
 def is_added(value_K: Tensor, got_K: Tensor, advantage_K: Tensor) -> bool:
-    """Whether what tokens received beside a value is alike for positive and negative, large and small advantages, and how
-    many times the value they received is not."""
+    """Whether a term was added: got - value is then alike for positive and negative, large and small advantages, while
+    got / value is not."""
     added = 0.0
     times = 0.0
     noise = 0.0
     for part_K in (advantage_K > 0, advantage_K.abs() > advantage_K.abs().median()):
+        # Two samples of one distribution, of `count` values each, are less than 1.92 / sqrt(count)
+        # apart in 95 % of cases. Of fewer than 4 that is nearly 1, the largest distance.
         count = min(int(part_K.sum()), int((~part_K).sum()))
         if count >= 4:
-            added += distance(got_K - value_K, part_K)
-            times += distance(got_K / value_K, part_K)
+            added += ks_distance(got_K - value_K, part_K)
+            times += ks_distance(got_K / value_K, part_K)
             noise += 2 / math.sqrt(count)
+    # 0.7 and not 1: without a term both distances may be alike, by chance.
     return added < 0.7 * times and times > noise
 
 
-def distance(values_K: Tensor, part_K: Tensor) -> float:
-    """The largest one between the distribution functions of a part and of the rest (Kolmogorov and Smirnov)."""
+def ks_distance(values_K: Tensor, part_K: Tensor) -> float:
+    """The largest difference between the distribution functions of a part and of the rest (Kolmogorov and Smirnov)."""
     # Example: values 1 2 3 4 of which the part has 1 2: its function is 1 at 2, where the rest's is 0.
     part_K = part_K[values_K.argsort()].double()
     rest_K = 1 - part_K

@@ -80,11 +80,11 @@ class UpdateDump:
         )
         """Chooses the responses, and writes their files."""
 
-    def choose(self, weighed: Weighed, of_run: Sequence[bool], *, update: int) -> None:
+    def choose(self, weighed: Weighed, not_padding: Sequence[bool], *, update: int) -> None:
         """Choose the responses of an update that are written, and mark them for the workers.
 
         Args:
-            of_run: which responses do not only fill up the batch.
+            not_padding: which responses do more than fill up the batch.
             update: the update's number in the step.
         """
         self.marks = None
@@ -92,10 +92,10 @@ class UpdateDump:
         r = weighed.rollouts
         with self.steps.attempt():
             groups = [] if r.groups is None else r.groups.tolist()
-            chosen = self.steps.choose(r.step, update, groups, of_run)
+            chosen = self.steps.choose(r.step, update, groups, not_padding)
             if not chosen:
                 return
-            self._chosen = (weighed.part(chosen), update, sum(of_run))
+            self._chosen = (weighed.part(chosen), update, sum(not_padding))
             if self._watches:
                 self.marks = (f"{r.step}.{update}", update_places(len(r), chosen))
 

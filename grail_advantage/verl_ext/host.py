@@ -1,7 +1,8 @@
 """A trainer of verl's as a host of token weights, however it holds the responses of a step. It calls
 :meth:`WeighingTrainer._weigh` after verl's advantages and :meth:`WeighingTrainer._receive` after the update; what the
-first hands to the second is gone after the step. A response's key is ``{prompt}_{session}_{output}``. Shapes: B
-responses, T response tokens.
+first hands to the second is gone after the step. A response's key is ``{prompt}_{session}_{output}``. A response is
+*judged* if its session has a reward that is finite and not too large (:func:`grail_advantage.data.within_range`).
+Shapes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any, NoReturn
 
 import numpy as np
@@ -67,6 +69,15 @@ OBJECTS = ("reward_model", "extra_fields", "data_source", "extra_info")
 """With :data:`COLUMNS` and :data:`REWARDS` the fields for the token dump; a run need not have them."""
 TURN_REWARDS = ("turn_rewards", options.CALL_REWARDS, "turn_scores", options.TOOL_REWARDS)
 """Fields with rewards by turn, of the reward function and of verl's agent loop."""
+
+NO_REWARD = (
+    "have no finite reward, or one that is too large. They train nothing in this step, and verl's estimators compare "
+    "others without them; verl alone would skip the whole update. Fix the reward function"
+)
+NO_ADVANTAGE = (
+    "have a usable reward, but no finite advantage, or one that is too large. They train nothing in this step. Look at "
+    "the rewards of their groups, then at the estimator or trainer that compares them"
+)
 
 
 class WeighingTrainer:
@@ -147,9 +158,10 @@ class WeighingTrainer:
         )
 
     def _takes(
-        self, option: str, why_not: Callable[..., str], probe: Callable[[], Finding], otherwise: str
+        self, option: str, why_not: Callable[..., str], probe: Callable[[], Finding], fallback: str
     ) -> bool:
-        """Whether this run takes a shortcut, by its option and by what the loaded model answers."""
+        """Whether this run takes a shortcut, by its option and by what the loaded model answers. The warning says what
+        the run does without it, the ``fallback``."""
         choice = self.settings[option]
         if choice is False:
             return False
@@ -158,15 +170,16 @@ class WeighingTrainer:
         if why and choice is True:
             raise ValueError(f"{option}=True does not work: {why}; use auto")
         if why:
-            logger.warning("%s: %s: %s", option, otherwise, why)
+            logger.warning("%s: %s: %s", option, fallback, why)
         return not why
 
     def _probe(self) -> Finding:
-        """Of the rank with the largest difference."""
+        """Ask the model of every rank whether a response depends on those beside it. The finding is that of a rank
+        where it does, if there is one, and of several the one with the largest difference."""
         longest = self.settings.longest
         temperature = self.settings[f"{options.ROLLOUT}.temperature"]
         findings = self.actor_rollout_wg.probe_neighbours(UPDATE, longest, temperature)
-        # One rank on which it fails decides: a shortcut is taken on all ranks or on none.
+        # A shortcut is taken on all ranks or on none.
         finding = max(findings, key=lambda finding: (not finding.holds, finding.difference))
         logger.info("micro-batches of the %s: %s", UPDATE, finding)
         return finding
@@ -206,45 +219,46 @@ class WeighingTrainer:
         """
         settings = self.settings
         method = settings.method
-        # From the right, as a prompt's name may have underscores itself.
+        # p_7_0_1 -> (p_7_0, 1). From the right, as a prompt's name may have underscores itself.
         sessions = [
             (session, int(output)) for session, output in (key.rsplit("_", 1) for key in keys)
         ]
         last = _last_outputs(sessions)
+        _check_outputs(keys, last, method)
         prompts = list(data["prompts"].unbind())
         responses = list(data["responses"].unbind())
+        # What the model wrote, and what trains: rejection sampling takes tokens out of response_mask alone.
         written_BT = data["loss_mask"].to_padded_tensor(0).bool()
         mask_BT = data["response_mask"].to_padded_tensor(0).bool()
-        advantages_B = _of_responses(data["advantages"].to_padded_tensor(0), mask_BT, settings)
         rewards_BT = data[_reward_field(settings)].to_padded_tensor(0)
         sums_B = rewards_BT.double().sum(dim=1)
+        # Too large is as bad as not finite: the mean of 1e30 and its group would hide all other rewards.
+        rewards_B = torch.where(within_range(sums_B), sums_B, torch.nan)
         # verl puts a session's reward on its last output; the earlier ones are judged by that.
-        judged_B = within_range(sums_B)[last]
-        if not judged_B.all():
-            # Another trainer's advantages cannot be made again here: it loses these responses alone.
-            if self._has_verls_advantages:
-                advantages_B = self._compared_without(keys, judged_B, rewards_BT, mask_BT)
-            advantages_B = torch.where(judged_B, advantages_B, torch.nan)
-        rewards = None
-        if "rewards" in method.reads:
-            _check_outputs(keys, last, method)
-            rewards = torch.where(sums_B.isfinite(), sums_B, torch.nan)
-        # 0: a list of rewards stays as it is, as nothing says which turn each is of.
-        turns = [0] * len(keys)
+        judged_B = rewards_B.isfinite()[last]
+        # Another trainer's advantages cannot be recomputed here: those that are finite stay.
+        if judged_B.all() or not self._has_verls_advantages:
+            advantages_B = _response_advantages(
+                data["advantages"].to_padded_tensor(0), mask_BT, settings
+            )
+        else:
+            advantages_B = self._recomputed_advantages(keys, judged_B, rewards_BT, mask_BT)
+        advantages_B = torch.where(judged_B, advantages_B, torch.nan)
+        self._warn_of_lost(keys, ~judged_B, NO_REWARD)
+        self._warn_of_lost(keys, judged_B & advantages_B.isnan(), NO_ADVANTAGE)
         fields = _fields(last, data, method)
-        by_calls = isinstance(method, TurnMethod) and method.align == "calls" and method.rewards
-        # verl's own agent loops make one call a turn at most.
-        one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
-        if by_calls and one_call:
+        # Of each response, where as many rewards as turns are one each; else 0
+        turns = [0] * len(keys)
+        if rewards_field := _call_rewards(settings):
             turns = [len(runs(written)) for written in written_BT.numpy()]
-            fields[by_calls] = list(map(list_a_turn, fields[by_calls], turns))
+            fields[rewards_field] = list(map(list_a_turn, fields[rewards_field], turns))
         rollouts = Rollouts(
             prompts=prompts,
             responses=responses,
             mask=mask_BT,
             written=written_BT,
             advantages=advantages_B,
-            rewards=rewards,
+            rewards=rewards_B if "rewards" in method.reads else None,
             tokenizer=self.tokenizer,
             answer=settings.answer,
             truncated=truncated(
@@ -253,22 +267,12 @@ class WeighingTrainer:
             groups=torch.tensor(group_numbers(keys)),
             examples=_examples(data, settings) if "examples" in method.reads else None,
             fields=fields,
-            columns=columns_of(data, COLUMNS),
+            columns=_padded_columns(data, COLUMNS),
             sessions=sessions,
             keys=list(keys),
             mean=partial(mean_of_loss, settings),
             step=self.global_steps,
         )
-        if (lost_B := rollouts.advantages.isnan()).any():
-            logger.warning(
-                "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train "
-                "nothing in this step, and others are compared without them; verl alone would skip the whole update. Fix "
-                "the reward function",
-                self.global_steps,
-                int(lost_B.sum()),
-                len(keys),
-                keys[int(lost_B.int().argmax())],
-            )
         if settings.dump is None:
             return rollouts
         return replace(rollouts, facts=_facts(data, rollouts, method, turns))
@@ -278,16 +282,27 @@ class WeighingTrainer:
         """Whether the base advantages are by verl's code, and not by a trainer of one's own."""
         return True
 
-    def _compared_without(
+    def _warn_of_lost(self, keys: Sequence[str], lost_B: Tensor, reason: str) -> None:
+        """Say which responses train nothing, and why."""
+        if lost_B.any():
+            logger.warning(
+                "step %d: %d of %d responses, such as %s, %s",
+                self.global_steps,
+                int(lost_B.sum()),
+                len(keys),
+                keys[int(lost_B.int().argmax())],
+                reason,
+            )
+
+    def _recomputed_advantages(
         self, keys: Sequence[str], judged_B: Tensor, rewards_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
         """The base advantages (B,) by verl's code, as if the responses that are not judged were in no group."""
         base = self.settings[options.BASE]
-        prompts = [key.rsplit("_", 2)[0] for key in keys]
         # A response that is not judged gets a group of its own, so that it moves no other group's mean.
         groups = [
-            prompt if judged else f"{prompt} without {row}"
-            for row, (prompt, judged) in enumerate(zip(prompts, judged_B.tolist(), strict=True))
+            key.rsplit("_", 2)[0] if judged else f"without {key}"
+            for key, judged in zip(keys, judged_B.tolist(), strict=True)
         ]
         # Some bases compare the whole batch, over which NaN would spread.
         compared_BT = mask_BT & judged_B[:, None]
@@ -303,8 +318,9 @@ class WeighingTrainer:
             norm_adv_by_std_in_grpo=self.settings[options.BY_DEVIATION],
             config=self.config.algorithm,
         )
-        advantages_B = _of_responses(data.batch["advantages"], compared_BT, self.settings)
-        # Of a single response these make its reward, or 0. A session counts once, whatever outputs it has.
+        advantages_B = _response_advantages(data.batch["advantages"], compared_BT, self.settings)
+        # The rewards NaN, NaN, 1 leave one session in the group, and these bases give it the advantage 1, its
+        # reward, or 0. It is compared with nothing, so 0. A session counts once, whatever outputs it has.
         if base in COMPARING:
             sessions = {
                 key.rsplit("_", 1)[0]: group for key, group in zip(keys, groups, strict=True)
@@ -314,9 +330,9 @@ class WeighingTrainer:
             advantages_B = advantages_B.masked_fill(is_alone_B, 0.0)
         return advantages_B
 
-    def _report(self, of_run: Sequence[bool], *, update: int = 0) -> dict[str, float]:
-        """Write the dump of what was weighed; the metrics. ``of_run``: which responses do not only fill up the batch;
-        ``update``: number of the update in the step."""
+    def _report(self, not_padding: Sequence[bool], *, update: int = 0) -> dict[str, float]:
+        """Write the dump of what was weighed; the metrics. ``not_padding``: which responses do more than fill up the
+        batch; ``update``: number of the update in the step."""
         figures = {
             f"{self.settings.method.name}/{name}": value
             for name, value in self._weighed.metrics.items()
@@ -324,7 +340,7 @@ class WeighingTrainer:
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
                 # Before the update, whose workers look for the marks.
-                self._dump.choose(self._weighed, of_run, update=update)
+                self._dump.choose(self._weighed, not_padding, update=update)
                 # Old log-probabilities of an own forward come with the update; the dump is written after it.
                 if not self._own_forward:
                     self._dump.write()
@@ -332,7 +348,8 @@ class WeighingTrainer:
         return figures
 
     def _receive(self, batch: Any, rollouts: Rollouts, sent: Sequence[bool]) -> dict[str, float]:
-        """Hand what the responses received in an update of a batch to the dump, if it was watched; metrics."""
+        """Hand what the responses received in an update of a batch to the dump, if it was watched; metrics.
+        ``sent``: which responses were in the update, and not left out of it."""
         if self._dump is None or self._dump.marks is None:
             return {}
         log_probs_now = partial(self._log_probs_now, batch)
@@ -347,6 +364,7 @@ class WeighingTrainer:
 
     def _on_policy(self) -> bool:
         """Whether the old log-probabilities are those of the actor before the update."""
+        # In bypass mode they are the rollout engine's, whose policy may be an older one.
         return not self.settings[options.BYPASS]
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> NoReturn:
@@ -387,7 +405,7 @@ def _reward_field(settings: Settings) -> str:
     return "token_level_rewards" if settings[options.KL_IN_REWARD] else REWARDS
 
 
-def _of_responses(advantages_BT: Tensor, mask_BT: Tensor, settings: Settings) -> Tensor:
+def _response_advantages(advantages_BT: Tensor, mask_BT: Tensor, settings: Settings) -> Tensor:
     """The advantage of each response, (B,): verl gives it to every token that trains, and 0 to the others. NaN where it
     cannot train."""
     advantages_BT = torch.where(mask_BT, advantages_BT, 0.0)
@@ -433,7 +451,10 @@ def _fields(last: Sequence[int], data: TensorDict, method: BaseMethod) -> dict[s
     for row, extra in enumerate(objects(data, "extra_fields") or ()):
         entry = dict(extra) if isinstance(extra, Mapping) else {}
         returned = entry.get("reward_extra_info") or {}
-        added.append({**entry, **(dict.fromkeys(returned) if last[row] != row else returned)})
+        # Of two outputs of a session, both with {"acc": 1}, the first gets {"acc": None}.
+        if last[row] != row:
+            returned = dict.fromkeys(returned)
+        added.append({**entry, **returned})
     fields = {}
     for name in method.field_names:
         values = objects(data, name)
@@ -449,11 +470,24 @@ def _fields(last: Sequence[int], data: TensorDict, method: BaseMethod) -> dict[s
     return fields
 
 
+def _call_rewards(settings: MethodSettings) -> str:
+    """The field with a reward for each call, if no turn makes two calls: as many rewards as turns are then one each.
+    Else ``""``, and a list of rewards stays as it is, as nothing says which turn each is for."""
+    method = settings.method
+    # verl's own agent loops make one call a turn at most.
+    one_call = settings[options.PARALLEL_CALLS] == 1 and not settings[options.AGENT_LOOPS]
+    if one_call and isinstance(method, TurnMethod) and method.align == "calls":
+        return method.rewards
+    return ""
+
+
 def _check_outputs(keys: Sequence[str], last: Sequence[int], method: BaseMethod) -> None:
     """ValueError: an agent loop that returns several outputs a session, and a method of rewards that does not know
     sessions. Other methods may have them."""
+    if "rewards" not in method.reads or "sessions" in method.reads:
+        return
     for row, last_row in enumerate(last):
-        if "sessions" not in method.reads and last_row != row:
+        if last_row != row:
             raise ValueError(
                 f"{method.name} reads one reward a response, and {keys[row]} and {keys[last_row]} are outputs of one "
                 "session, which share theirs; have the agent loop return one output"
@@ -512,35 +546,43 @@ def end_token_ids(
 
 
 def _facts(
-    data: TensorDict, r: Rollouts, method: BaseMethod, turns: Sequence[int]
+    data: TensorDict, rollouts: Rollouts, method: BaseMethod, turns: Sequence[int]
 ) -> dict[str, list[Any]]:
     """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
     :func:`turn_rewards_label`."""
-    judged, extra, sources, infos = (objects(data, name) or [None] * len(r) for name in OBJECTS)
-    rewards_BT = columns_of(data, {REWARDS: REWARDS}).get(
-        REWARDS, torch.full((len(r), 1), math.nan)
+    count = len(rollouts)
+    models, extra, sources, infos = (objects(data, name) or [None] * count for name in OBJECTS)
+    rewards_BT = _padded_columns(data, {REWARDS: REWARDS}).get(
+        REWARDS, torch.full((count, 1), math.nan)
     )
+    turns_before = rollouts.turns_before
     facts = defaultdict[str, list[Any]](list)
     for row, total in enumerate(rewards_BT.sum(dim=1).tolist()):
         reward = total if math.isfinite(total) else None
         # The reward function's own verdict goes before its reward.
         verdict = _entry(_entry(extra[row], "reward_extra_info"), "acc")
-        truth = _entry(judged[row], "ground_truth")
+        truth = _entry(models[row], "ground_truth")
         source = sources[row]
         number = _entry(infos[row], "index")
-        label = partial(
-            turn_rewards_label, method=method, turns_before=r.turns_before[row], turns=turns[row]
+        has_id = source is not None and number is not None
+        label = tolerant(
+            partial(
+                turn_rewards_label, method=method, turns_before=turns_before[row], turns=turns[row]
+            ),
+            extra[row],
         )
         facts["ground_truth"].append(None if truth is None else tolerant(str, truth))
         facts["reward"].append(reward)
         facts["outcome"].append(outcome_of(reward if verdict is None else tolerant(float, verdict)))
-        named = source is not None and number is not None
-        facts["id"].append(tolerant("{0[0]}/{0[1]}".format, (source, number)) if named else None)
-        facts["labels"].append(tolerant(label, extra[row]) or {})
+        # Such as openai/gsm8k/17
+        facts["id"].append(
+            tolerant(lambda parts: f"{parts[0]}/{parts[1]}", (source, number)) if has_id else None
+        )
+        facts["labels"].append(label or {})
     return facts
 
 
-def columns_of(data: TensorDict, names: Mapping[str, str]) -> dict[str, Tensor]:
+def _padded_columns(data: TensorDict, names: Mapping[str, str]) -> dict[str, Tensor]:
     """Those of the columns of numbers that were fetched, by verl's names, (B, T) float32 with 0 after the response."""
     present = {name: tu.get(data, verls) for name, verls in names.items()}
     return {
@@ -564,14 +606,16 @@ def turn_rewards_label(
     reward function is the whole session's, and ``turns`` its own where as many rewards are certain to be one each, else
     0."""
     chosen = getattr(method, "rewards", None)
-    for name in (chosen or None, *TURN_REWARDS):
-        for begin, fields in ((turns_before, _entry(extra, "reward_extra_info")), (0, extra)):
-            rewards = _entry(fields, name) if name else None
-            if label := rewards_label(list_a_turn(rewards, turns))[begin:]:
-                return {"turn_rewards": label}
-            # The method's own field says that there are none: another field's did not count in training.
-            if rewards is not None and name == chosen:
-                return {}
+    # Of a session's four turns the response may have the last two, with turns_before = 2. The reward function
+    # returns [a, b, c, d], of which [c, d] are the response's; the agent loop adds [c, d].
+    sources = ((_entry(extra, "reward_extra_info"), turns_before), (extra, 0))
+    for name, (source, begin) in product(filter(None, (chosen, *TURN_REWARDS)), sources):
+        rewards = _entry(source, name)
+        if label := rewards_label(list_a_turn(rewards, turns))[begin:]:
+            return {"turn_rewards": label}
+        # The method's own field says that there are none: another field's did not count in training.
+        if rewards is not None and name == chosen:
+            return {}
     return {}
 
 

@@ -113,8 +113,8 @@ class TokenWeightTrainer(WeighingTrainer):
             columns = {"advantages": values, "returns": values.clone()}
             fields = TensorDict(columns, batch_size=len(batch))
             written = tq.kv_batch_put(keys=keys, partition_id=partition, fields=fields)
-        of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-        metrics.update(self._report(of_run, update=self.local_trigger_step))
+        not_padding = [not tag.get("is_padding", False) for tag in batch.tags]
+        metrics.update(self._report(not_padding, update=self.local_trigger_step))
         return written
 
     @property

@@ -257,6 +257,27 @@ def test_responses_that_are_left_out() -> None:
     assert lost.name == "lost" and lost.what.startswith("1 of 8 responses")
 
 
+def test_structure_names_its_epochs() -> None:
+    """The second of three has no piece, a prompt trains in the third, and response 1 is left out of all."""
+    loop = rollout(35, epochs=3)
+    pieces = [piece for piece in train(loop) if piece.update != 1]
+    last = pieces[-1]
+    pieces[-1] = replace(last, outside_b=torch.full((len(last.rows_b),), 0.1))
+    batch = replace(loop.batch, left_out_B=torch.arange(8) == 1)
+    places = {line.name: line.where for line in check(batch, TOKEN_MEAN, pieces).findings}
+    assert places == {"missing": "epochs 2", "outside": "epochs 3", "lost": "epochs 1, 2, 3"}
+
+
+@pytest.mark.parametrize("loss", [TOKEN_MEAN, verl_loss("kl_cov", "token-mean")])
+def test_pieces_without_a_response(loss: Loss) -> None:
+    loop = rollout(34)
+    # None has the place 8.
+    pieces = [only(piece, torch.tensor([8])) for piece in train(loop)]
+    receipt = check(loop.batch, loss, pieces)
+    assert names(receipt.findings) == ["missing"]
+    assert receipt.responses == (0, 8) and receipt.trained == 0 and receipt.clipped is None
+
+
 def test_a_line_has_the_factor_where_it_is_constant_and_what_it_explains() -> None:
     loop = rollout(37, token_advantages=False, ties=True)
     # Every token at half, and the second one lost.

@@ -89,7 +89,7 @@ def test_a_trainers_own_advantages_have_the_last_word() -> None:
     assert len(step.workers.own) == len(correct)
 
 
-def test_a_trainers_own_advantages_are_not_made_again() -> None:
+def test_a_trainers_own_advantages_are_not_made_again(caplog: pytest.LogCaptureFixture) -> None:
     """Where a reward cannot be used: that response trains nothing, and those with a finite advantage keep it."""
     complete = Step(cls=OtherAdvantages).run()
     step = Step(cls=OtherAdvantages)
@@ -98,6 +98,9 @@ def test_a_trainers_own_advantages_are_not_made_again() -> None:
         # In its group verl makes every advantage NaN.
         expected_T = complete[key] if key[0] == "b" else torch.zeros_like(advantages_T)
         assert torch.equal(advantages_T, expected_T), key
+    # The reward is to blame for one response alone.
+    assert "1 of 6 responses, such as a_2_0, have no finite reward" in caplog.text
+    assert "2 of 6 responses, such as a_0_0, have a usable reward" in caplog.text
 
 
 def scored(rewards: Sequence[float], *overrides: str) -> Step:

@@ -3,6 +3,7 @@ advantages for responses of one turn. Rewards of verl's agent loop are in ``test
 
 from __future__ import annotations
 
+import math
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
     rewards = [float(row["token_level_rewards"].sum()) for row in step.store.rows.values()]
     assert step.trainer._weighed.rollouts.rewards.tolist() == pytest.approx(rewards)
     assert rewards != pytest.approx([talk.outcome for talk in TALKS.values()])
+
+
+def test_a_reward_that_is_too_large_reaches_no_method() -> None:
+    """It is NaN, as one that is not finite: a method of one's own may compare rewards without a look at them."""
+    step = _step("turn_rloo")
+    step.store.rows["a_0_0"]["rm_scores"][-1] = 1e19
+    step.run()
+    rewards = step.trainer._weighed.rollouts.rewards.tolist()
+    outcomes = [talk.outcome for talk in TALKS.values()]
+    assert rewards == pytest.approx([math.nan, *outcomes[1:]], nan_ok=True)
 
 
 @pytest.mark.parametrize("source", ["by the reward function", "by the loop", "by the data"])
