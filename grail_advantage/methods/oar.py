@@ -261,10 +261,7 @@ class Oar(MapOptions):
             prefix = None
             if cache is not None:
                 shared = row.start + int(chunk[0])
-                # A copy, as a forward writes into it.
-                prefix = copy.deepcopy(cache)
-                prefix.crop(shared)
-                prefix.batch_repeat_interleave(count)
+                prefix = shared_prefix(cache, shared, count)
             changed = row.tokens[shared:length].repeat(count, 1)
             changed[torch.arange(count, device="cpu"), row.start + chunk - shared] = model.pad_token
             logits, _ = forward(changed, positions - shared, prefix)
@@ -324,3 +321,15 @@ def _can_be_shared(cache: Cache | None, length: int) -> bool:
     if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
         return False
     return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:
+    """A cache that holds the first ``length`` positions of a one-row cache for ``rows`` rows; the cache itself stays as
+    it is. ``Cache.crop`` means the length that is left in some versions, and in others the tokens to remove."""
+    prefix = copy.copy(cache)
+    prefix.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in prefix.layers:
+        # A view for all rows: a forward joins the new positions to it and writes nothing into it.
+        layer.keys = layer.keys[..., :length, :].expand(rows, -1, -1, -1)
+        layer.values = layer.values[..., :length, :].expand(rows, -1, -1, -1)
+    return prefix
