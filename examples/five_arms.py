@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from examples import trl_grail
 from grail_advantage.compare import read_run
 from grail_advantage.dump import DumpRow, read_dump
-from grail_advantage.effect import PROBABILITIES, moved_with_advantage
+from grail_advantage.effect import PROBABILITIES, effect_figures
 from grail_advantage.text_io import table
 from verl_cpu.tiny.make_models import make_long, make_misled
 from verl_cpu.tiny.sampling import MAX_LONG_TOKENS, MAX_RESPONSE_TOKENS
@@ -64,6 +64,7 @@ TASKS = {
 }
 SWEEP_SEED = 100
 HELD_OUT = 256
+RESPONSES = 256  # by which rounding is measured
 SIZE = "--prompts 8 --rollouts 8 --micro-batch 64 --lora-rank 0 --steps 16 --save-steps 0 --no-bf16"
 EVALUATION = "--eval-every 8 --dump-every 8 --effect-every 8"
 METRIC = "eval_reward"
@@ -188,42 +189,41 @@ def rounding(model: torch.nn.Module, rows: Sequence[DumpRow]) -> np.ndarray:
 
 def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
     """Print, by the tokens' probability before the update, how often those with an advantage moved with it."""
+    folder = FOLDER / f"{task}_model"
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     lines = []
     for arm in arms:
         folders = [Run(task, arm, seed, "").folder / "tokens" for seed in range(seeds)]
         rows = [row for folder in folders for row in read_dump(folder)]
-        credited = [row for row in rows if row.effect_T is not None]
-        joined: Callable[[str], np.ndarray] = partial(_joined, credited)
-        probability_N = np.exp(joined("old_log_prob_T"))
-        advantage_N = joined("advantage_T")
-        effect_N = joined("effect_T")
-        counts_N = joined("mask_T").astype(bool) & (advantage_N != 0) & np.isfinite(effect_N)
-        size_N = np.where(counts_N, abs(effect_N), 0.0)
-        first = credited[:64]
-        model = AutoModelForCausalLM.from_pretrained(FOLDER / f"{task}_model", dtype=torch.float32)
-        exact_M = rounding(model, first)
-        rounded_M = rounding(model.to(torch.bfloat16), first)
-        first_M = probability_N[: len(exact_M)]
-        for low, high in PROBABILITIES.values():
-            part_N = counts_N & (probability_N > low) & (probability_N <= high)
-            moved, count = moved_with_advantage(advantage_N, effect_N, part_N)
-            if not count:
+        measured = [row for row in rows if row.effect_T is not None]
+        joined: Callable[[str], np.ndarray] = partial(_joined, measured)
+        columns = [joined(name) for name in ("advantage_T", "effect_T", "mask_T", "old_log_prob_T")]
+        # All tokens as one row of the four arguments
+        figures = effect_figures(*(torch.from_numpy(values_N)[None] for values_N in columns))
+        advantage_N, effect_N, mask_N, log_prob_N = columns
+        probability_N = np.exp(log_prob_N)
+        credited_N = mask_N & (advantage_N != 0) & np.isfinite(effect_N)
+        size_N = np.where(credited_N, abs(effect_N), 0.0)
+        roundings = [rounding(model, measured[:RESPONSES]) for model in (exact, rounded)]
+        first_M = probability_N[: len(roundings[0])]
+        for name, (low, high) in PROBABILITIES.items():
+            part_N = credited_N & (probability_N > low) & (probability_N <= high)
+            if not part_N.any():
                 continue
-            part_M = (first_M > low) & (first_M <= high)
-            shares = [count / counts_N.sum(), size_N[part_N].sum() / size_N.sum(), moved / count]
-            sizes = [
-                np.median(size_N[part_N]),
-                exact_M[part_M].max(initial=0),
-                rounded_M[part_M].max(initial=0),
+            shares = [
+                part_N.sum() / credited_N.sum(),
+                size_N[part_N].sum() / size_N.sum(),
+                figures[f"moved_with_advantage_{name}"],
             ]
-            cells = [f"{share:.2f}" for share in shares] + [f"{value:.1g}" for value in sizes]
+            part_M = (first_M > low) & (first_M <= high)
+            largest = [error_M[part_M].max(initial=0) for error_M in roundings]
+            cells = [f"{share:.2f}" for share in shares]
+            cells += [f"{value:.1g}" for value in (np.median(size_N[part_N]), *largest)]
             lines.append([arm, f"{low} to {min(high, 1)}", *cells])
-        with_advantage_N = np.sign(effect_N) == np.sign(advantage_N)
-        along = size_N[with_advantage_N].sum() / size_N.sum()
-        rate = with_advantage_N[counts_N].mean()
-        lines.append(
-            [arm, "all", str(counts_N.sum()), f"{along:.2f} by size", f"{rate:.2f}", *[""] * 3]
-        )
+        by_size = f"{figures['moved_with_advantage_weighted']:.2f} by size"
+        rate = f"{figures['moved_with_advantage_rate']:.2f}"
+        lines.append([arm, "all", str(credited_N.sum()), by_size, rate, *[""] * 3])
     names = [
         "tokens",
         "of the change",
@@ -232,7 +232,7 @@ def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
         "rounding, float32",
         "bfloat16",
     ]
-    print(*table(["arm", "probability", *names], lines, right=6), sep="\n")
+    print(*table(["arm", "probability", *names], lines, right=2), sep="\n")
 
 
 def _joined(rows: Sequence[DumpRow], name: str) -> np.ndarray:
