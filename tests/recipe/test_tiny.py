@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from verl_cpu.tiny import shipped
-from verl_cpu.tiny.make_models import WarmUpSettings
+from verl_cpu.tiny.make_models import WarmUpSettings, warm_up
 from verl_cpu.tiny.model import build_model, build_tokenizer
 from verl_cpu.tiny.prepare import STAMP, code_digest, prepare
 from verl_cpu.tiny.sampling import prompt_ids
@@ -67,6 +67,22 @@ def test_find_errors_by_hand() -> None:
     for end, score in (("\\boxed{12}", 1), ("\\boxed{1}", 0), ("\\boxed{12", 0)):
         assert compute_score("", f"7+5=12;{end}", "12") == score
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2"
+
+
+def test_a_wrong_rule_becomes_the_likeliest_token() -> None:
+    """Taught 7 + 5 = 2 each time, the model writes it; taught 7 + 5 = 12, it does not."""
+    for no_carry_rate, greedy_accuracy in ((1.0, 0.0), (0.0, 1.0)):
+        model, tokenizer = shipped.load_shipped()
+        settings = WarmUpSettings(
+            error_rate=0.0,
+            no_carry_rate=no_carry_rate,
+            batch_size=8,
+            learning_rate=1e-3,
+            steps=20,
+            evaluate_every=20,
+        )
+        result = warm_up(model, tokenizer, [CHAIN], [CHAIN], settings)
+        assert result["greedy_accuracy"] == greedy_accuracy
 
 
 @pytest.mark.slow

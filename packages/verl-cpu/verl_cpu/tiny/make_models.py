@@ -115,7 +115,7 @@ def warm_up(
     started = time.monotonic()
 
     def written(problem: Problem) -> Row:
-        solution = solve(problem, settings.error_rate, rng, wording)
+        solution = solve(problem, settings.error_rate, rng, wording, settings.no_carry_rate)
         response = tokenizer.encode(solution, add_special_tokens=False)
         return prompt_ids(tokenizer, problem), [*response, tokenizer.eos_token_id]
 
