@@ -38,7 +38,9 @@ def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> 
     # An option has a section in front of it; what has none is another choice of files, or a section as a whole.
     values = [override for override in overrides if "." in override.split("=")[0]]
     plain_overrides = [override for override in overrides if override not in values]
-    if not all(override.startswith(("like=", "estimator=")) for override in plain_overrides):
+    if not all(
+        override.startswith(("like=", "estimator=")) for override in plain_overrides
+    ):
         values = []
         plain_overrides = overrides
     config = copy.deepcopy(_composed(folder, name, *plain_overrides))

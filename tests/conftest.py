@@ -24,7 +24,9 @@ VLLM_CACHE_ROOT VLLM_CONFIG_ROOT MPLCONFIGDIR XDG_DATA_HOME XDG_STATE_HOME
 for name in OTHERS.split():
     os.environ.pop(name, None)
 os.environ.update(HOME=AWAY.name, PWD=AWAY.name, HF_HOME=f"{AWAY.name}/huggingface")
-os.environ.update(XDG_CACHE_HOME=f"{AWAY.name}/cache", XDG_CONFIG_HOME=f"{AWAY.name}/config")
+os.environ.update(
+    XDG_CACHE_HOME=f"{AWAY.name}/cache", XDG_CONFIG_HOME=f"{AWAY.name}/config"
+)
 os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{AWAY.name}/hypothesis"
 
 import torch  # noqa: E402
@@ -50,13 +52,19 @@ GROUPS = [
     "core/test_receipt.py",
 ]
 TESTS = Path(__file__).parent
-PLACES = {TESTS / file: place for place, files in enumerate(GROUPS) for file in files.split()}
+PLACES = {
+    TESTS / file: place for place, files in enumerate(GROUPS) for file in files.split()
+}
 assert all(path.is_file() for path in PLACES), "a file of GROUPS is gone"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """A text of 100 MB is in no test's name, which every process sends to the others."""
-    return f"{argname} of {len(val)}" if isinstance(val, str | bytes) and len(val) > 200 else None
+    return (
+        f"{argname} of {len(val)}"
+        if isinstance(val, str | bytes) and len(val) > 200
+        else None
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +108,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Name the group of each test for ``pytest --dist loadgroup``, whose tests share what they start, longest groups first."""
     for item in items:
         item.add_marker(
-            pytest.mark.xdist_group(str(PLACES.get(item.path, item.path.relative_to(TESTS))))
+            pytest.mark.xdist_group(
+                str(PLACES.get(item.path, item.path.relative_to(TESTS)))
+            )
         )
     items.sort(key=lambda item: PLACES.get(item.path, len(GROUPS)))
     gc.freeze()  # what is imported by now stays

@@ -27,7 +27,9 @@ def files(page: str) -> dict[str, str]:
         for file in FOLDERS[page].iterdir()
         if file.is_file()
     }
-    assert texts.items() <= complete.items(), f"{page} shows what the files of its folder are not"
+    assert texts.items() <= complete.items(), (
+        f"{page} shows what the files of its folder are not"
+    )
     return complete
 
 
@@ -39,4 +41,7 @@ def write_files(page: str, folder: Path) -> None:
 
 def snippets(page: str) -> list[str]:
     """The blocks of a page that are marked to be run."""
-    return [matches["text"] for matches in _RUN.finditer((DOCS / page).read_text(encoding="utf-8"))]
+    return [
+        matches["text"]
+        for matches in _RUN.finditer((DOCS / page).read_text(encoding="utf-8"))
+    ]

@@ -15,7 +15,14 @@ from grail_advantage.dump import _SUFFIXES, ALL, RECEIVED_SCHEMA, SCHEMA, DumpRo
 
 def received_header(step: int, **values: Any) -> dict[str, Any]:
     """A header as :func:`grail_advantage.receipt.report.record_of` gives it."""
-    plain = {"update": 0, "loss": "", "findings": [], "updates": 0, "tokens": 0, "clipped": None}
+    plain = {
+        "update": 0,
+        "loss": "",
+        "findings": [],
+        "updates": 0,
+        "tokens": 0,
+        "clipped": None,
+    }
     return {"step": step, **plain, "seen_from": None, "responses": None, **values}
 
 
@@ -36,7 +43,9 @@ def received(keys: Sequence[str], values: Sequence[Any], **columns: Any) -> pa.T
 
 def method_columns(**values: Any) -> DumpRow:
     """An entry of a row's ``methods``."""
-    return DumpRow(**dict.fromkeys(("score_T", "weight_T", "advantage_T", "no_scores")) | values)
+    return DumpRow(
+        **dict.fromkeys(("score_T", "weight_T", "advantage_T", "no_scores")) | values
+    )
 
 
 def table_of(rows: Sequence[DumpRow]) -> pa.Table:
@@ -45,7 +54,8 @@ def table_of(rows: Sequence[DumpRow]) -> pa.Table:
     for row in rows:
         record = _record(row)
         record["methods"] = [
-            {"name": as_utf8(name), **_record(columns)} for name, columns in row.methods.items()
+            {"name": as_utf8(name), **_record(columns)}
+            for name, columns in row.methods.items()
         ]
         record["span"] = list(vars(row.span).values()) if row.span else None
         record["labels"] = json.dumps(row.labels) if row.labels else None

@@ -62,11 +62,17 @@ def fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 
 def start(
-    module: str, *arguments: str, stdout: Path, stderr: Path | None = None, **environment: str
+    module: str,
+    *arguments: str,
+    stdout: Path,
+    stderr: Path | None = None,
+    **environment: str,
 ) -> BaseProcess:
     """Start ``python -m module``, as far as a fork is one; its errors go to ``stdout``, too, unless a file is named."""
     variables = {**os.environ, **ENVIRONMENT, **environment}
-    return fork(_become, module, arguments, (stdout, stderr or stdout), Path.cwd(), variables)
+    return fork(
+        _become, module, arguments, (stdout, stderr or stdout), Path.cwd(), variables
+    )
 
 
 def run(
@@ -81,7 +87,9 @@ def run(
         status = process.exitcode
         process.kill()
         process.join()
-        assert status is not None, f"{module} runs after {timeout:.0f} s\n{stderr.read_text()}"
+        assert status is not None, (
+            f"{module} runs after {timeout:.0f} s\n{stderr.read_text()}"
+        )
         return subprocess.CompletedProcess(
             [module, *arguments], status, stdout.read_text(), stderr.read_text()
         )

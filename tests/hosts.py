@@ -21,7 +21,13 @@ import torch
 from grail_advantage import Method
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.api import PlainHost
-from grail_advantage.data import OF_POLICY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, outcome_of
+from grail_advantage.data import (
+    OF_POLICY,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    Rollouts,
+    outcome_of,
+)
 from grail_advantage.dump import table_of
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh, with_columns
@@ -50,7 +56,9 @@ class Said(NamedTuple):
     @property
     def written(self) -> list[bool]:
         """Of each token whether the model wrote it."""
-        return [number % 2 == 0 for number, part in enumerate(self.parts) for _ in encode(part)]
+        return [
+            number % 2 == 0 for number, part in enumerate(self.parts) for _ in encode(part)
+        ]
 
 
 DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -67,7 +75,9 @@ LIMIT = len(RESPONSES[TRUNCATED].ids)
 ADVANTAGES = DATA["advantages"]
 """The rewards less the mean of their prompt's finite ones."""
 OWN = {
-    name: cls for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")
+    name: cls
+    for name, cls in methods().items()
+    if cls.__module__.startswith("grail_advantage.")
 }
 METHODS = [name for name, cls in OWN.items() if "examples" not in cls.reads]
 """The methods of this package but those that ask their prompts differently."""
@@ -84,7 +94,8 @@ def plain_rollouts(**changes: Any) -> Rollouts:
     for row, response in enumerate(RESPONSES):
         written_BT[row, : len(response.ids)] = torch.tensor(response.written)
     rewards = [
-        response.reward if math.isfinite(response.reward) else None for response in RESPONSES
+        response.reward if math.isfinite(response.reward) else None
+        for response in RESPONSES
     ]
     rewards_B = torch.tensor(
         [math.nan if reward is None else reward for reward in rewards], dtype=torch.float64
@@ -122,9 +133,12 @@ def plain_table(
     rollouts = with_columns(rollouts, OF_POLICY, host(rollouts))
     if any(REF_LOG_PROBS in method.reads for method in (signal, *by_method.values())):
         rollouts = replace(
-            rollouts, columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)}
+            rollouts,
+            columns={**rollouts.columns, REF_LOG_PROBS: reference(rollouts, tokens)},
         )
-    records = {name: weigh(rollouts, method, host(rollouts)) for name, method in by_method.items()}
+    records = {
+        name: weigh(rollouts, method, host(rollouts)) for name, method in by_method.items()
+    }
     return table_of(
         weigh(rollouts, signal, host(rollouts)), TokenTexts(rollouts.tokenizer), records
     )
@@ -158,9 +172,15 @@ def assert_same(actual: pa.Table, expected: pa.Table) -> None:
 
 def says_something(table: pa.Table) -> bool:
     """Whether the method does more than hand each response's advantage to its tokens."""
-    pairs = zip(table["base_advantage"].to_pylist(), table["advantage"].to_pylist(), strict=True)
-    return any(base != advantage for row, (base, advantage) in enumerate(pairs) if row != TRUNCATED)
+    pairs = zip(
+        table["base_advantage"].to_pylist(), table["advantage"].to_pylist(), strict=True
+    )
+    return any(
+        base != advantage for row, (base, advantage) in enumerate(pairs) if row != TRUNCATED
+    )
 
 
-assert all(len(response.ids) < LIMIT for row, response in enumerate(RESPONSES) if row != TRUNCATED)
+assert all(
+    len(response.ids) < LIMIT for row, response in enumerate(RESPONSES) if row != TRUNCATED
+)
 assert not RESPONSES[TRUNCATED].text.endswith(END)

@@ -469,7 +469,9 @@ TABLE = {
     },
     "grail_advantage/reward/_truth.py::_text": {
         # A list of golds without blanks.
-        '", ".join(A) => ",".join(A)': ("recipe/test_reward.py::test_the_table_of_verdicts"),
+        '", ".join(A) => ",".join(A)': (
+            "recipe/test_reward.py::test_the_table_of_verdicts"
+        ),
     },
     "grail_advantage/reward/_exact.py::same_label": {
         # A number is right beside a label.
@@ -531,7 +533,9 @@ def matches(pattern: Any, node: Any, holes: dict[Any, Any]) -> bool:
         holes[...] = (node.args[count:], rest)
         fields["args"] = [*node.args[:count], pattern.args[-1]]
         fields["keywords"] = named
-    return all(matches(getattr(pattern, name), value, holes) for name, value in fields.items())
+    return all(
+        matches(getattr(pattern, name), value, holes) for name, value in fields.items()
+    )
 
 
 class Filled(ast.NodeTransformer):
@@ -547,7 +551,9 @@ class Filled(ast.NodeTransformer):
         self.generic_visit(node)
         if any(map(is_rest, node.args)):
             arguments, keywords = self.holes[...]
-            node.args = [argument for argument in node.args if not is_rest(argument)] + arguments
+            node.args = [
+                argument for argument in node.args if not is_rest(argument)
+            ] + arguments
             node.keywords += keywords
         return node
 
@@ -566,7 +572,8 @@ def planted(source: str, fault: Fault) -> str:
     tree = scope = ast.parse(source)
     for name in filter(None, fault.where.partition("::")[2].split(".")):
         scope = only(
-            [node for node in ast.walk(scope) if getattr(node, "name", None) == name], fault.where
+            [node for node in ast.walk(scope) if getattr(node, "name", None) == name],
+            fault.where,
         )
     pattern_text, _, change_text = fault.change.partition(" => ")
     pattern = parsed(pattern_text)
@@ -651,7 +658,9 @@ def run(faults: list[Fault]) -> None:
 
 def main(*parts: str) -> int:
     chosen = [
-        fault for fault in FAULTS if not parts or any(part in " ".join(fault) for part in parts)
+        fault
+        for fault in FAULTS
+        if not parts or any(part in " ".join(fault) for part in parts)
     ]
     # Before an hour of tests.
     for fault in chosen:
@@ -664,7 +673,9 @@ def main(*parts: str) -> int:
         importlib.import_module(module)
     gc.freeze()
     count = min(int(os.environ.get("TEST_PROCESSES", 2)), len(faults))
-    shares = [FORK.Process(target=run, args=(faults[place::count],)) for place in range(count)]
+    shares = [
+        FORK.Process(target=run, args=(faults[place::count],)) for place in range(count)
+    ]
     for share in shares:
         share.start()
     for share in shares:
@@ -672,7 +683,9 @@ def main(*parts: str) -> int:
         survivors += share.exitcode or 0
     # TRL has an environment of its own.
     if len(faults) < len(chosen) and not trl:
-        path = os.pathsep.join([str(Path(sys.prefix) / "trl"), str(ROOT / "packages/verl-cpu")])
+        path = os.pathsep.join(
+            [str(Path(sys.prefix) / "trl"), str(ROOT / "packages/verl-cpu")]
+        )
         command = [sys.executable, "-m", "tests.mutations", *parts]
         environment = {**os.environ, "PYTHONPATH": path}
         survivors += subprocess.run(command, cwd=ROOT, env=environment).returncode

@@ -33,9 +33,16 @@ from tests.documentation import DOCS, ROOT, snippets
 
 FOLDERS = ("docs", "benchmarks", "examples", "recipe", "bench")
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+    [
+        *ROOT.glob("*.md"),
+        *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")),
+    ]
 )
-READ = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+READ = [
+    ROOT / "README.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 """What a user reads: neither changes nor the ledgers of development."""
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
@@ -61,7 +68,9 @@ def test_links_lead_somewhere() -> None:
                 continue
             file = (page.parent / target).resolve() if target else page
             is_inside = file.exists() and ROOT in [file, *file.parents]
-            if not is_inside or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
+            if not is_inside or (
+                anchor and file.suffix == ".md" and anchor not in _anchors(file)
+            ):
                 broken.append((page.name, link["target"]))
     for folder in (
         "grail_advantage",
@@ -71,7 +80,9 @@ def test_links_lead_somewhere() -> None:
         "benchmarks",
     ):  # what messages name
         for file in (
-            file for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sh", ".yaml")
+            file
+            for file in (ROOT / folder).rglob("*")
+            if file.suffix in (".py", ".sh", ".yaml")
         ):
             named = re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
             broken += [(file.name, page) for page in named if not (ROOT / page).exists()]
@@ -133,10 +144,13 @@ def test_verl_takes_the_command(
     from tests.composed import VERL, compose
 
     overrides = [word for word in shlex.split(words, comments=True) if "=" in word]
-    config = compose("ppo_trainer", [*USUAL, *overrides] if "..." in words else overrides, VERL)
+    config = compose(
+        "ppo_trainer", [*USUAL, *overrides] if "..." in words else overrides, VERL
+    )
     config.trainer.device = "cpu"
     options = (
-        config.algorithm.adv_estimator not in methods() or "mine" in config.trainer.v1.trainer_mode
+        config.algorithm.adv_estimator not in methods()
+        or "mine" in config.trainer.v1.trainer_mode
     )
     if not options:  # what the page brings itself is registered where its tests run it
         validate_config(config, use_reference_policy=False, use_critic=False)
@@ -150,7 +164,9 @@ def test_the_example_of_how_it_works_runs(tmp_path: Path) -> None:
     names: dict = {}
     exec(snippet.replace("Qwen/Qwen3-0.6B", str(tmp_path)), names)
     weights = names["result"].weights
-    assert weights[names["response_mask"].bool()].unique().numel() > 3, "they come from scores"
+    assert weights[names["response_mask"].bool()].unique().numel() > 3, (
+        "they come from scores"
+    )
     assert torch.equal(names["token_advantages"], -0.5 * weights)
 
 
@@ -166,7 +182,11 @@ def test_the_first_screens_command_draws_three_answers() -> None:
         "HF_HUB_OFFLINE": "1",
     }
     output = subprocess.run(
-        ["bash", "-ec", SHOWN["bash"]], cwd=ROOT, env=environment, capture_output=True, text=True
+        ["bash", "-ec", SHOWN["bash"]],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     drawn = re.findall(r"\(advantage (\S+)\)\n(.*)\n", output.stdout)
     assert [float(advantage) for advantage, _ in drawn] == [0.5, -0.5, -0.5], output.stderr
@@ -215,7 +235,9 @@ ONE_FILE = [
 def test_the_first_screens_weights_are_the_packages(
     answer: str, span: str, temperature: float, make: Any
 ) -> None:
-    assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(encoding="utf-8")
+    assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(
+        encoding="utf-8"
+    )
     names: dict[str, Any] = {"torch": torch}
     exec(SHOWN["python"], names)
     rows = ROWS
@@ -242,9 +264,14 @@ def test_the_first_screens_weights_are_the_packages(
         if answers is None:
             assert set(weights) <= {1.0}
             continue
-        of_the_screen = names["grail_weights"](model, *ids, *answers, row.advantage, temperature)
+        of_the_screen = names["grail_weights"](
+            model, *ids, *answers, row.advantage, temperature
+        )
         torch.testing.assert_close(
-            of_the_screen, torch.tensor(weights), rtol=0, atol=5e-6 if make is tiny_model else 1e-3
+            of_the_screen,
+            torch.tensor(weights),
+            rtol=0,
+            atol=5e-6 if make is tiny_model else 1e-3,
         )
         scored += [] if row.advantage > 0 else weights[: int(answers[0].int().argmax())]
     # A weight is clipped at both ends.

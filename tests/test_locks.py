@@ -41,9 +41,12 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
     let_go(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
 @pytest.mark.parametrize(
-    "lock_text", [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"]
+    "number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO]
+)
+@pytest.mark.parametrize(
+    "lock_text",
+    [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"],
 )
 def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
     number: int,
@@ -65,9 +68,9 @@ def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
         hold(tmp_path, "the remedy", "option")
         assert "cannot be locked" in caplog.text and str(tmp_path) in caplog.text
         let_go(tmp_path)
-    assert lock_text is not None or number != errno.ENOSYS or not (tmp_path / LOCK).exists(), (
-        "nothing that outlives the run"
-    )
+    assert (
+        lock_text is not None or number != errno.ENOSYS or not (tmp_path / LOCK).exists()
+    ), "nothing that outlives the run"
 
 
 @pytest.mark.parametrize("kind", ["a file", "a link to nowhere"])

@@ -56,7 +56,8 @@ BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 SAMPLER = "trainer.v1.sampler"
 NO_SAMPLER = "trainer.v1.sampler.custom_sampler={path:null,name:null}"
 ATTENTION, ROUTERS = (
-    f"+{MODEL}.override_config.{name}" for name in ("attn_implementation", "output_router_logits")
+    f"+{MODEL}.override_config.{name}"
+    for name in ("attn_implementation", "output_router_logits")
 )
 QAT = [f"++{ACTOR}.{section}qat" for section in ("", "fsdp_config.")]
 
@@ -223,7 +224,11 @@ def test_refused_before_the_trainer_is_chosen(
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "grail_advantage.rules"]
+    return [
+        record.message
+        for record in caplog.records
+        if record.name == "grail_advantage.rules"
+    ]
 
 
 @pytest.mark.parametrize("name", WARNED)
@@ -239,7 +244,9 @@ def test_a_shortcut_is_not_taken(
 ) -> None:
     """With ``auto``; ``true`` is refused."""
     option = option_of(overrides)
-    why = why_not(parsed(composed(overrides)), probe=lambda: pytest.fail("the model is asked"))
+    why = why_not(
+        parsed(composed(overrides)), probe=lambda: pytest.fail("the model is asked")
+    )
     assert why.startswith(f"{option}=")
     with pytest.raises(ValueError, match=f"^{option}=.*{shortcut}=True"):
         check_config(composed(f"{shortcut}=true {overrides}"))
@@ -293,7 +300,9 @@ def test_the_defaults_break_no_rule(
 
 def test_what_the_loaded_model_has_against_it() -> None:
     settings = parsed(composed(""))
-    router = SimpleNamespace(get_text_config=lambda: SimpleNamespace(output_router_logits=True))
+    router = SimpleNamespace(
+        get_text_config=lambda: SimpleNamespace(output_router_logits=True)
+    )
     assert why_not_skip(settings, router)
     # Above and below the limit of rounding.
     assert why_not_skip(settings, probe=lambda: Finding(0.7, 2e-4, "alone"))

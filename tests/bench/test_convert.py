@@ -25,7 +25,10 @@ def test_lines_that_no_table_can_use_are_counted_and_left_out(
     correct = common | {"final_answer_correct": True, "label": -1}
     # Methods that take gradients of the answer would have no scores of the third.
     lines = lines_of(tmp_path, incorrect, correct, incorrect | {"steps": ["a", "b"]})
-    assert sorted((line["reward"], line["error"]) for line in lines) == [(0.0, 1), (1.0, None)]
+    assert sorted((line["reward"], line["error"]) for line in lines) == [
+        (0.0, 1),
+        (1.0, None),
+    ]
     assert "boxed" in lines[0]["prompt"][0]["content"]
     assert "1 errors, 1 controls, 1 without an answer" in capsys.readouterr().out
 

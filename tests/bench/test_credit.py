@@ -63,7 +63,9 @@ def folder(lines: Path) -> Path:
     return analyzed(lines, lines.with_name("seen"), chosen)
 
 
-def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lines: Path) -> None:
+def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(
+    lines: Path,
+) -> None:
     """The digits by plain calls of the sampler."""
     tokenizer, load = model_of("tiny")
     model = load()
@@ -78,7 +80,8 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lin
             # Of 64 tokens a response with so many has the others left.
             numbers = generator.random((SAMPLES, 64))[:, : 64 - start]
             wholes = [
-                [*beginning, *row] for row in sample(model, tokenizer, [ids] * SAMPLES, numbers)
+                [*beginning, *row]
+                for row in sample(model, tokenizer, [ids] * SAMPLES, numbers)
             ]
             texts = tokenizer.batch_decode(wholes, skip_special_tokens=True)
             scores = [compute_score("", text, record["ground_truth"]) for text in texts]
@@ -116,7 +119,11 @@ def test_the_same_command_resumes_to_the_same_bytes(lines: Path) -> None:
     ],
 )
 def test_what_has_no_values_is_refused(
-    tmp_path: Path, lines: Path, change: dict[str, Any], options: tuple[str, ...], message: str
+    tmp_path: Path,
+    lines: Path,
+    change: dict[str, Any],
+    options: tuple[str, ...],
+    message: str,
 ) -> None:
     incorrect = next(line for line in lines_in(lines) if not line["reward"])
     source = tmp_path / "one.jsonl"
@@ -135,7 +142,9 @@ def test_significant_losses_are_the_first_errors(folder: Path) -> None:
         assert errors[0].step == case.label.step
 
 
-def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_a_real_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main([str(folder)])
     rows = {}
     for line in capsys.readouterr().out.splitlines():
@@ -151,14 +160,20 @@ def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[
     assert "effect" not in rows["method"]
 
 
-def test_the_effect_is_the_share_of_the_change_that_went_with_the_credit(folder: Path) -> None:
+def test_the_effect_is_the_share_of_the_change_that_went_with_the_credit(
+    folder: Path,
+) -> None:
     cases, _ = credit.read(folder)
     # Every fourth token moves against its advantage, the others with it.
     for case in cases:
         advantage_T = case.methods["step_values"].advantage_T
-        case.row.effect_T = np.where(np.arange(len(advantage_T)) % 4 == 0, -1, 1) * advantage_T
+        case.row.effect_T = (
+            np.where(np.arange(len(advantage_T)) % 4 == 0, -1, 1) * advantage_T
+        )
     changes = np.concatenate([case.row.effect_T for case in cases])
-    along = np.concatenate([case.row.effect_T[np.arange(len(case.row)) % 4 > 0] for case in cases])
+    along = np.concatenate(
+        [case.row.effect_T[np.arange(len(case.row)) % 4 > 0] for case in cases]
+    )
     row = credit.figures(cases, ["step_values"])["step_values"]
     assert row["effect"].value == pytest.approx(abs(along).sum() / abs(changes).sum())
 
@@ -170,7 +185,9 @@ def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path) -> None:
     assert written.separator == ";" and written.origin["responses"] > 60
     # The method with this fit, on the responses that it was fitted to.
     seen = lines.with_name("fitted")
-    cases, _ = credit.read(analyzed(lines, seen, {"fitted": build("fitted", {"file": str(out)})}))
+    cases, _ = credit.read(
+        analyzed(lines, seen, {"fitted": build("fitted", {"file": str(out)})})
+    )
     gain = jackknife(credit.cosine(cases, "fitted") - credit.cosine(cases, credit.BASE))
     assert gain.value > gain.half > 0
 
@@ -232,7 +249,9 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
             values[loss + 1 :] = 0.0
         pieces = tokenizer([*texts, "\\boxed{3}"], add_special_tokens=False)["input_ids"]
         starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
-        right = ["".join(map(str, generator.binomial(1, value, samples))) for value in values]
+        right = [
+            "".join(map(str, generator.binomial(1, value, samples))) for value in values
+        ]
         change = np.diff([*values, 0.0])
         order = [*generator.permutation(steps), steps]
         says = {
@@ -291,7 +310,11 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     gain = figures["noise"]["cosine less uniform's"]
     assert gain.value < -gain.half
     main([str(tmp_path / "seen")])
-    rows = [line for line in capsys.readouterr().out.splitlines() if "| follows credit |" in line]
+    rows = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "| follows credit |" in line
+    ]
     assert [row.split(" | ")[0] for row in rows] == ["| credit"]
 
 
@@ -335,7 +358,8 @@ def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
         peers = [
             centred[peer]
             for peer, other_line in enumerate(incorrect)
-            if other_line["group"] != line["group"] and len(centred[peer]) == len(centred[index])
+            if other_line["group"] != line["group"]
+            and len(centred[peer]) == len(centred[index])
         ]
         all_credits, *halves = (credit_J[:-1] for credit_J in credits_of(line))
         term = centred[index] - np.mean(peers, axis=0), all_credits
@@ -349,7 +373,9 @@ def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
     # The jackknife's: (P - 1) / P times the sum of squares, P times the variance.
     error = np.sqrt((groups - 1) * np.var(without))
     beyond = figures["beyond place, incorrect"]
-    assert beyond.value == pytest.approx(correlation_of(list(chain(*by_group.values()))), rel=1e-5)
+    assert beyond.value == pytest.approx(
+        correlation_of(list(chain(*by_group.values()))), rel=1e-5
+    )
     assert beyond.error == pytest.approx(error, rel=1e-5)
 
     of_method = []

@@ -42,14 +42,18 @@ def sampled(out: Path, problems: int, *options: str) -> list[dict[str, Any]]:
 def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]) -> None:
     """Also beyond one batch, and where a row's random numbers end."""
     tokenizer, model = tiny
-    prompts = [prompt_ids(tokenizer, problem) for problem in random_problems(TOGETHER // 4 + 9)]
+    prompts = [
+        prompt_ids(tokenizer, problem) for problem in random_problems(TOGETHER // 4 + 9)
+    ]
     numbers = np.random.default_rng(0).random((4 * len(prompts), 24))
     # Every other response ends after seven tokens.
     numbers[1::2, 7:] = np.nan
     repeated = [prompt for prompt in prompts for _ in range(4)]
     uncut = sample(model, tokenizer, repeated, np.nan_to_num(numbers, nan=0.5))
     copies = sample(model, tokenizer, prompts, numbers, copies=4)
-    assert copies[::2] == uncut[::2] and copies[1::2] == [response[:7] for response in uncut[1::2]]
+    assert copies[::2] == uncut[::2] and copies[1::2] == [
+        response[:7] for response in uncut[1::2]
+    ]
     assert len({tuple(response) for response in copies[:4:2]}) == 2
 
 
@@ -63,7 +67,9 @@ def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]) -> None:
     limits = [64, 61, 64, 5, 64]
     drawn = _with_torch(model, tokenizer, options, "x", prefixes, limits)
     again = _with_torch(model, tokenizer, options, "x", prefixes[::-1], limits[::-1])[::-1]
-    assert drawn == again and drawn != _with_torch(model, tokenizer, options, "y", prefixes, limits)
+    assert drawn == again and drawn != _with_torch(
+        model, tokenizer, options, "y", prefixes, limits
+    )
     for prefix, longest, responses in zip(prefixes, limits, drawn, strict=True):
         numbers = np.random.default_rng(seed_of("x", prefix)).random((3, 64))[:, :longest]
         assert responses == sample(model, tokenizer, [list(prefix)] * 3, numbers)
@@ -74,7 +80,9 @@ def test_sampling_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     sampled(resumed, 3)
     lines = sampled(resumed, 20)
     assert lines == sampled(tmp_path / "once.jsonl", 20)
-    assert resumed.read_bytes() == (tmp_path / "once.jsonl").read_bytes() and len(lines) == 80
+    assert (
+        resumed.read_bytes() == (tmp_path / "once.jsonl").read_bytes() and len(lines) == 80
+    )
     tokenizer, _ = model_of("tiny")
     for line in lines:
         text = tokenizer.decode(line["response"], skip_special_tokens=True)

@@ -41,10 +41,17 @@ def solutions(path: Path, errors: int = 60, controls: int = 60) -> Path:
             for step in range(count):
                 term = rng.randint(1, 9)
                 result = value + term + (rng.randint(1, 5) if step == wrong else 0)
-                steps.append(f"{value}+{term}={result};" + "so then " * (rng.random() < 0.5))
+                steps.append(
+                    f"{value}+{term}={result};" + "so then " * (rng.random() < 0.5)
+                )
                 value = result
             steps[-1] += f"\\boxed{{{value}}}"
-            line = {"id": f"a{number}", "prompt": f"sum ({number})", "steps": steps, "error": wrong}
+            line = {
+                "id": f"a{number}",
+                "prompt": f"sum ({number})",
+                "steps": steps,
+                "error": wrong,
+            }
             file.write(json.dumps(line | {"reward": float(wrong is None)}) + "\n")
     return path
 
@@ -73,12 +80,16 @@ def _crash(text: str, starts_T: np.ndarray) -> np.ndarray:
 PLANTED: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
     "perfect": _wrong,
     "flipped": lambda text, starts_T: 1 - _wrong(text, starts_T),
-    "faint": lambda text, starts_T: 0.3 * _wrong(text, starts_T) + _noise(text, starts_T) * 0.5,
+    "faint": lambda text, starts_T: (
+        0.3 * _wrong(text, starts_T) + _noise(text, starts_T) * 0.5
+    ),
     "noise": _noise,
     "alike": lambda text, starts_T: np.zeros(len(starts_T)),
     "earlier": lambda text, starts_T: 1 - starts_T / len(text),
     "later": lambda text, starts_T: starts_T / len(text),
-    "usual_place": lambda text, starts_T: 1 - np.abs(starts_T / text.index("\\boxed") - 0.4),
+    "usual_place": lambda text, starts_T: (
+        1 - np.abs(starts_T / text.index("\\boxed") - 0.4)
+    ),
     "numbers": lambda text, starts_T: np.array(
         [text[start : start + 1].isdigit() for start in starts_T], dtype=float
     ),
@@ -136,7 +147,9 @@ def registered() -> Iterator[None]:
     METHODS.update(registry)
 
 
-def analyzed(lines: Path, out: Path, chosen: dict[str, Method], advantages: str = "auto") -> Path:
+def analyzed(
+    lines: Path, out: Path, chosen: dict[str, Method], advantages: str = "auto"
+) -> Path:
     tokenizer = build_tokenizer()
     load = lambda: build_model(tokenizer, 0).eval()  # noqa: E731
     responses = read_responses(lines)
@@ -192,7 +205,9 @@ def test_equal_place_follows_from_the_records(folder: Path) -> None:
                     place = error.place * (len(control_M) - 1)
                     at_place.append(np.interp(place, range(len(control_M)), control_M))
             gains.append(error.auroc - np.mean(at_place))
-        assert figures[method]["equal place"].value == pytest.approx(np.mean(gains), abs=1e-8)
+        assert figures[method]["equal place"].value == pytest.approx(
+            np.mean(gains), abs=1e-8
+        )
 
 
 def test_other_advantages_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -238,7 +253,9 @@ def test_intervals_above_controls_hold_the_truth() -> None:
         apart_WC = rng.random((40, 30)) < 0.5
         apart_WC[:, 0] = False
         matrix_WC = np.where(apart_WC, np.nan, controls_C)
-        gain = above_controls(own_W, matrix_WC, list(np.repeat(np.arange(20), 2)), list(range(30)))
+        gain = above_controls(
+            own_W, matrix_WC, list(np.repeat(np.arange(20), 2)), list(range(30))
+        )
         covered.append(abs(gain.value - 0.1) <= gain.half)
     assert 0.92 < np.mean(covered) < 0.98
 

@@ -38,7 +38,9 @@ def test_steps_by_hand() -> None:
 
 def test_every_variant_is_the_first_once() -> None:
     called: list[str] = []
-    variants = {name: lambda name=name: called.append(name) or len(called) for name in "abc"}
+    variants = {
+        name: lambda name=name: called.append(name) or len(called) for name in "abc"
+    }
     results = timer.in_turn(variants, 3)
     assert "".join(called) == "abcabcbcacab"
     # By the number of the call; the first three are dropped.
@@ -46,7 +48,10 @@ def test_every_variant_is_the_first_once() -> None:
 
 
 def test_several_figures_are_a_median_with_its_range() -> None:
-    rows = {"one": {"seconds": [1.0, 2.0, 4.0, 9.0]}, "two": {"seconds": [0.123456], "": "text"}}
+    rows = {
+        "one": {"seconds": [1.0, 2.0, 4.0, 9.0]},
+        "two": {"seconds": [0.123456], "": "text"},
+    }
     assert timer.table(rows)[2:] == ["| one | 3 (1 to 9) |  |", "| two | 0.1235 | text |"]
 
 

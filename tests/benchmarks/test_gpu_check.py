@@ -51,7 +51,14 @@ TABLES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("letter", some(PARTS, ("a",)))
 def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
-    line = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--dry", letter, "--results", str(tmp_path)]
+    line = [
+        "bash",
+        str(ROOT / "scripts/gpu_check.sh"),
+        "--dry",
+        letter,
+        "--results",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(line, env=environment, capture_output=True, text=True)
     page = (tmp_path / f"{letter}.md").read_text()
@@ -95,14 +102,18 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
 
         def weights(model: Any, method: Any, rollouts: Any, faulty: bool = faulty) -> Any:
             wrong = faulty and next(model.parameters()).dtype == torch.bfloat16
-            return right(model, plain.METHODS["oar_g, official"] if wrong else method, rollouts)
+            return right(
+                model, plain.METHODS["oar_g, official"] if wrong else method, rollouts
+            )
 
         monkeypatch.setattr(plain, "weights", weights)
         plain.precision(checked, "toy", model, plain.incorrect("toy", 2, 80))
         assert checked.statuses == {"failed" if faulty else "passed"}
 
     # Not GRAIL's own options, so that every other call gives other weights.
-    faulty_method = Grail("robust", statistics="response", gate="wrong", normalize_mass=False)
+    faulty_method = Grail(
+        "robust", statistics="response", gate="wrong", normalize_mass=False
+    )
     monkeypatch.setattr(
         plain,
         "weights",
@@ -132,7 +143,9 @@ def run(outcome, device):
     # Each is a module of the package, and a part with its first letter.
     ends = {"raises": "raise KeyError(3)", "dies": "raise SystemExit(3)"}
     programs = {name: body.format(end=end) for name, end in ends.items()}
-    programs["passes"] = "def run(outcome, device):\n    outcome.check('holds', True, 'yes')\n"
+    programs["passes"] = (
+        "def run(outcome, device):\n    outcome.check('holds', True, 'yes')\n"
+    )
     programs["lacks"] = "import no_such_module"
     for name, program in programs.items():
         (tmp_path / f"{name}.py").write_text(program)
@@ -145,7 +158,10 @@ def run(outcome, device):
         ("l", 1, "lacks no_such_module"),
     ):
         assert command.main([letter, "--dry", "--results", str(tmp_path)]) == status
-        assert words in capsys.readouterr().out and words in (tmp_path / f"{letter}.md").read_text()
+        assert (
+            words in capsys.readouterr().out
+            and words in (tmp_path / f"{letter}.md").read_text()
+        )
     with pytest.raises(SystemExit):
         command.main(["d", "--dry", "--results", str(tmp_path)])
     assert "- passed: then (yes)" in (tmp_path / "d.md").read_text()
@@ -163,15 +179,22 @@ def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path) -> None:
     # In the interpreter's place a script that shows what it was started with.
     python.write_text('#!/bin/sh\necho "$VERL_USE_EXTERNAL_MODULES $PYTHONPATH"\n')
     python.chmod(0o755)
-    line = ["bash", str(ROOT / "scripts/gpu_check.sh"), "--dry", "a", "--results", str(tmp_path)]
+    line = [
+        "bash",
+        str(ROOT / "scripts/gpu_check.sh"),
+        "--dry",
+        "a",
+        "--results",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         line, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True
     )
     modules, path = done.stdout.split()
     points = [
-        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["entry-points"][
-            "verl.plugins"
-        ]
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"][
+            "entry-points"
+        ]["verl.plugins"]
         for folder in (".", "packages/verl-cpu")
     ]
     assert modules.split(",") == [module for point in points for module in point.values()]
@@ -204,7 +227,9 @@ def test_log_probabilities_rounded_to_bfloat16_are_found(
     from verl.utils import torch_functional
 
     monkeypatch.setattr(
-        torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2
+        torch_functional,
+        "logprobs_from_logits_v2",
+        torch_functional.logprobs_from_logits_v2,
     )
     monkeypatch.setattr(
         torch_functional,
@@ -213,7 +238,9 @@ def test_log_probabilities_rounded_to_bfloat16_are_found(
     )
     machine.main("cpu")
     lines = [
-        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[")
+        json.loads(line)
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("[")
     ]
     assert [(name, holds) for name, holds, _ in lines] == [
         ("attention", True),
@@ -235,7 +262,9 @@ def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(
     assert "/bin/false has no verl" in (tmp_path / "launch/killed.log").read_text()
 
 
-def test_two_million_bfloat16_rows_go_through_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_million_bfloat16_rows_go_through_in_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By the name under which verl's engine calls it, without flash-attn; verl's own way, a call a row, takes minutes."""
     from verl.utils import torch_functional
     from verl.workers.engine.fsdp import transformer_impl
@@ -243,7 +272,9 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(monkeypatch: pytest.M
     from verl_cpu.patches import log_probabilities_in_few_calls
 
     monkeypatch.setattr(
-        torch_functional, "logprobs_from_logits_v2", torch_functional.logprobs_from_logits_v2
+        torch_functional,
+        "logprobs_from_logits_v2",
+        torch_functional.logprobs_from_logits_v2,
     )
     monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     log_probabilities_in_few_calls()
@@ -278,6 +309,10 @@ def test_part_a_needs_torch_transformers_and_pydantic_alone() -> None:
     imports = "sys, benchmarks.gpu_check.__main__, benchmarks.gpu_check.plain"
     program = f"import {imports}; print({packages} & {{*sys.modules}})"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "set()\n"

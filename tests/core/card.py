@@ -60,18 +60,24 @@ class OnCard(torch.Tensor):
         return self.of_cpu.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, dict(kwargs or {}))
 
 
 class _Card(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, dict(kwargs or {}))
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = str(func)
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    tensors = [
+        value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
+    ]
     cards = [isinstance(value, OnCard) for value in tensors]
     is_on_card = any(cards)
     # A tensor that is made: on the device that is named.
@@ -85,7 +91,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_alien = any(not isinstance(value, OnCard) and value.ndim for value in tensors)
         if is_alien and not (name.startswith(INDEXING) and cards[0]):
             raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU")
-    plain_args, plain_kwargs = tree_map_only(OnCard, lambda value: value.of_cpu, (args, kwargs))
+    plain_args, plain_kwargs = tree_map_only(
+        OnCard, lambda value: value.of_cpu, (args, kwargs)
+    )
     # The arithmetic is the CPU's.
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*plain_args, **plain_kwargs)
@@ -132,6 +140,10 @@ def moved(model: nn.Module) -> nn.Module:
                 new = nn.Parameter(OnCard(values.detach()), values.requires_grad)
                 module._parameters[name] = seen.setdefault(id(values), new)
         module._buffers.update(
-            {name: OnCard(values) for name, values in module._buffers.items() if values is not None}
+            {
+                name: OnCard(values)
+                for name, values in module._buffers.items()
+                if values is not None
+            }
         )
     return model

@@ -18,7 +18,9 @@ from grail_advantage.method import BaseMethod, methods
 from grail_advantage.weigh import weigh
 from tests.core.tiny_models import char_tokenizer
 
-METHODS = [name for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")]
+METHODS = [
+    name for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")
+]
 """Plug-ins of other projects may be installed."""
 FITTED = {"file": str(Path(__file__).with_name("fitted.json"))}
 """Options without which ``fitted`` cannot run."""
@@ -37,9 +39,13 @@ def rollouts_of(
     **parts: Any,
 ) -> Rollouts:
     """Responses of these token ids after a prompt of one token, with answers where they are given."""
-    mask = torch.zeros(len(responses), max(map(len, responses), default=0), dtype=torch.bool)
+    mask = torch.zeros(
+        len(responses), max(map(len, responses), default=0), dtype=torch.bool
+    )
     for index, ids in enumerate(responses):
-        mask[index, : len(ids)] = torch.as_tensor(trained[index]) if trained is not None else True
+        mask[index, : len(ids)] = (
+            torch.as_tensor(trained[index]) if trained is not None else True
+        )
     answers = list(spans) if spans is not None else [None] * len(responses)
     fields: dict[str, Any] = {
         "mask": mask,
@@ -58,7 +64,9 @@ class Given:
     def __init__(self, of_pass: torch.Tensor | None = None) -> None:
         self.of_pass = of_pass
 
-    def columns(self, names: Sequence[str], selected: Sequence[int]) -> Mapping[str, torch.Tensor]:
+    def columns(
+        self, names: Sequence[str], selected: Sequence[int]
+    ) -> Mapping[str, torch.Tensor]:
         return {}
 
     def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
@@ -71,7 +79,10 @@ def weighed(
     """What a method makes of responses, the way every host goes; what holds for every method is checked."""
     w = weigh(responses, method, Given(of_pass))
     assert w.weights.dtype == w.advantages.dtype == w.scores.dtype == torch.float32
-    assert bool((w.weights.isfinite() & (w.weights >= 0)).all()) and not w.advantages.isnan().any()
+    assert (
+        bool((w.weights.isfinite() & (w.weights >= 0)).all())
+        and not w.advantages.isnan().any()
+    )
     assert not w.weights[~responses.mask].any() and not w.advantages[~responses.mask].any()
     return w
 
@@ -82,13 +93,16 @@ def few(examples: int) -> settings:
         "phases": (Phase.generate, Phase.shrink),
         "suppress_health_check": list(HealthCheck),
     }
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, **common)
+    return settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, **common
+    )
 
 
 def some(names: Iterable[Any], by_day: Collection[Any]) -> list[Any]:
     """A test's parameters, of which those that are not ``by_day`` are nightly."""
     return [
-        name if name in by_day else pytest.param(name, marks=pytest.mark.nightly) for name in names
+        name if name in by_day else pytest.param(name, marks=pytest.mark.nightly)
+        for name in names
     ]
 
 

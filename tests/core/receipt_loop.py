@@ -37,9 +37,7 @@ class MicroBatch:
     rank: int
     number: int  # among the step's micro-batches
     update: int
-    divisor: (
-        Any  # of the sum over tokens, a number or (b, 1): the step's tokens for the mean over ranks
-    )
+    divisor: Any  # of the sum over tokens, a number or (b, 1): the step's tokens for the mean over ranks
     times: Any = 1.0
     term: Any = 0.0  # added to the loss of each token
     bounds: tuple[float, float] = (0.8, 1.2)
@@ -113,7 +111,9 @@ def rollout(
 
 def changed(m: MicroBatch, **changes: Any) -> MicroBatch:
     """With other fields: values, or functions of the micro-batch."""
-    values = {name: change(m) if callable(change) else change for name, change in changes.items()}
+    values = {
+        name: change(m) if callable(change) else change for name, change in changes.items()
+    }
     return replace(m, **values)
 
 
@@ -143,7 +143,9 @@ def train(loop: Rollout, loss: Callable[[MicroBatch], Tensor] = ppo) -> list[Pie
             values = [column[rows] for column in columns]
             count = sum(owner == rank for owner, _ in step)
             place = (count, rank, number, update)
-            m = MicroBatch(batch, step, step_rows, rows, log_probs, *values, *place, divisor)
+            m = MicroBatch(
+                batch, step, step_rows, rows, log_probs, *values, *place, divisor
+            )
             # A loss that reads no log-probability gives 0.
             (loss(m) + 0 * log_probs.sum()).backward()
             pieces.append(Piece(rows, log_probs.detach(), log_probs.grad, update, rank))

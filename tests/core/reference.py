@@ -89,7 +89,9 @@ def boxed_spans(text: str) -> list[Span]:
     """All complete boxes of a string."""
     opening = "\\boxed{"
     # A brace behind an odd number of backslashes is a sign.
-    text = re.sub(r"\\+[{}]", lambda m: m[0][:-1] + "." if len(m[0]) % 2 == 0 else m[0], text)
+    text = re.sub(
+        r"\\+[{}]", lambda m: m[0][:-1] + "." if len(m[0]) % 2 == 0 else m[0], text
+    )
     spans = []
     at = text.find(opening)
     while at >= 0:
@@ -119,7 +121,9 @@ class PlainModel:
         temperature: float,
     ) -> list[float]:
         """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
-        embeds = self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_()
+        embeds = (
+            self.model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_()
+        )
         output = self.model(
             inputs_embeds=embeds,
             attention_mask=torch.tensor([attention]),
@@ -130,7 +134,9 @@ class PlainModel:
         blocks = len(self.model.model.layers)
         assert len(output.hidden_states) == blocks + 1
         assert output.logits.shape[1] == len(ids)
-        index = {"embeddings": 0, "first": 1, "middle": blocks // 2, "last": blocks - 1}[leaf]
+        index = {"embeddings": 0, "first": 1, "middle": blocks // 2, "last": blocks - 1}[
+            leaf
+        ]
         hidden = embeds if index == 0 else output.hidden_states[index]
         loss = torch.zeros((), dtype=torch.float64)
         for target in targets:

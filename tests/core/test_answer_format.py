@@ -26,7 +26,9 @@ from tests.core.common import rollouts_of
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
 from tests.core.tiny_models import encode
 
-BY_HAND = list(map(json.loads, Path(__file__).with_name("boxes.jsonl").read_text().splitlines()))
+BY_HAND = list(
+    map(json.loads, Path(__file__).with_name("boxes.jsonl").read_text().splitlines())
+)
 """A format, a text with a character a byte, and start, content and end of each answer in it."""
 UNITS = {
     "boxed": [b"\\boxed{", b"boxed", b"{", b"}", b"\\"],
@@ -78,7 +80,12 @@ def test_the_search_is_linear() -> None:
     ):
         assert next(reversed(list(FORMATS["boxed"].find(text))), None) == expected
     opened = b"<answer>" * n
-    assert next(FORMATS["tag"].find(opened + b"</answer>" * n)) == (0, 8, 17 * n - 9, 17 * n)
+    assert next(FORMATS["tag"].find(opened + b"</answer>" * n)) == (
+        0,
+        8,
+        17 * n - 9,
+        17 * n,
+    )
     assert list(FORMATS["tag"].find(opened)) == []
     assert len(list(FORMATS["hashes"].find(b"#### 1" * n))) == n
     assert len(list(answer_format(EXPRESSION).find("½Answer: 1.".encode() * n))) == n
@@ -137,7 +144,10 @@ def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
 
 
 def watch(
-    choice: str = "stop", method: Method | None = None, answer: str = "boxed", **options: Any
+    choice: str = "stop",
+    method: Method | None = None,
+    answer: str = "boxed",
+    **options: Any,
 ) -> AnswerCheck:
     return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **options)
 

@@ -56,17 +56,22 @@ def is_plain_span(
 
 def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedTokenizerFast:
     """A vocabulary of the given words, ids in their order, after <unk> = 0 and <eos> = 1."""
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(["<unk>", "<eos>", *words]))}
+    vocabulary = {
+        word: i for i, word in enumerate(dict.fromkeys(["<unk>", "<eos>", *words]))
+    }
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "isolated")
     if decoder is not None:
         backend.decoder = decoder
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>"
+    )
 
 
 BY_HAND = list(
     map(
-        json.loads, Path(__file__).with_name("spans.jsonl").read_text(encoding="utf-8").splitlines()
+        json.loads,
+        Path(__file__).with_name("spans.jsonl").read_text(encoding="utf-8").splitlines(),
     )
 )
 """A format, the texts of tokens, which answer, and its span in them."""
@@ -102,7 +107,9 @@ def test_every_kind_of_row() -> None:
         torch.tensor(ids, dtype=torch.int32),
         np.repeat(ids, 2)[::2],
     ]
-    rows += [np.array(ids, dtype=kind) for kind in (np.int32, np.int64, np.uint16, np.uint64)]
+    rows += [
+        np.array(ids, dtype=kind) for kind in (np.int32, np.int64, np.uint16, np.uint64)
+    ]
     for batch in (rows, torch.tensor([ids] * 9), np.array([ids] * 9)):
         spans = find_answer_spans(batch, tokenizer, "last")
         assert spans == [expected] * 9 and all(
@@ -112,7 +119,10 @@ def test_every_kind_of_row() -> None:
         [torch.tensor(ids), torch.tensor(ids[:5])], layout=torch.jagged
     )
     assert find_answer_spans(jagged, tokenizer, "last") == [expected, None]
-    assert find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last") == [None] * 3
+    assert (
+        find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last")
+        == [None] * 3
+    )
 
 
 def test_each_tokenizer_has_its_own_table() -> None:
@@ -179,7 +189,9 @@ def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) ->
     """Tokens that spell the text, each picked at random among those that fit, characters cut anywhere."""
     ids: list[int] = []
     while text:
-        length = rng.choice([n for n in range(1, 9) if text[:n] in token_of and n <= len(text)])
+        length = rng.choice(
+            [n for n in range(1, 9) if text[:n] in token_of and n <= len(text)]
+        )
         ids.append(token_of[text[:length]])
         text = text[length:]
     return ids
@@ -207,7 +219,11 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(
         for written in (tokenizer.encode(text, add_special_tokens=False), ids):
             for which in ("first", "last"):
                 spans += is_plain_span(
-                    tokenizer, written, which, lambda token: vocabulary.get(token, b""), answer
+                    tokenizer,
+                    written,
+                    which,
+                    lambda token: vocabulary.get(token, b""),
+                    answer,
                 )
             rows.append(np.array(written, dtype=np.int64))
     assert 100 < spans < 360
@@ -219,7 +235,9 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(
 def test_sentencepiece_vocabulary(kind: Any) -> None:
     tokenizer = real.sentencepiece_tokenizer(kind)
     bytes_of = token_bytes(tokenizer)
-    pieces = [bytes_of[tokenizer.convert_tokens_to_ids(token)] for token in ("<0xE6>", "▁", "<s>")]
+    pieces = [
+        bytes_of[tokenizer.convert_tokens_to_ids(token)] for token in ("<0xE6>", "▁", "<s>")
+    ]
     assert pieces == [b"\xe6", b" ", b""]
     rng = random.Random(4)
     spans = 0
@@ -228,7 +246,11 @@ def test_sentencepiece_vocabulary(kind: Any) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)
         # The tokenizer puts a space in front when it encodes and takes it away when it decodes.
         covered = b"".join(bytes_of[token] for token in ids)
-        assert covered.decode().removeprefix(" ") == tokenizer.decode(ids) == text.removeprefix(" ")
+        assert (
+            covered.decode().removeprefix(" ")
+            == tokenizer.decode(ids)
+            == text.removeprefix(" ")
+        )
         spans += is_plain_span(tokenizer, ids, "last", bytes_of.__getitem__)
     assert spans > 25
 
@@ -275,26 +297,40 @@ def test_a_shared_character_is_the_text_of_its_last_token() -> None:
 
 
 @pytest.mark.slow
-def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(real_vocabulary: tuple) -> None:
+def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(
+    real_vocabulary: tuple,
+) -> None:
     tokenizer, vocabulary = real_vocabulary
     texts = TokenTexts(tokenizer)
     text = "So 7€ = 👨‍👩‍👧 and \\boxed{\\text{naïve}}\n\n  zero\u200bwidth"
     # Byte by byte, as a model may write it, and with an end token and an unknown id after it.
-    alphabet = {covered: token for token, covered in vocabulary.items() if len(covered) == 1}
+    alphabet = {
+        covered: token for token, covered in vocabulary.items() if len(covered) == 1
+    }
     by_byte = [alphabet[bytes([byte])] for byte in text.encode()]
-    for written in (tokenizer.encode(text, add_special_tokens=False), by_byte, np.array(by_byte)):
+    for written in (
+        tokenizer.encode(text, add_special_tokens=False),
+        by_byte,
+        np.array(by_byte),
+    ):
         joined = texts([*written, tokenizer.eos_token_id, 10**9])
-        assert "".join(joined) == text == tokenizer.decode(written, skip_special_tokens=True)
+        assert (
+            "".join(joined) == text == tokenizer.decode(written, skip_special_tokens=True)
+        )
         assert len(joined) == len(written) + 2 and joined[-2:] == ["", ""]
     assert texts.special_tokens[tokenizer.eos_token_id] == tokenizer.eos_token
-    assert answer_text(texts(by_byte), find_answer_span(by_byte, tokenizer)) == "\\text{naïve}"
+    assert (
+        answer_text(texts(by_byte), find_answer_span(by_byte, tokenizer)) == "\\text{naïve}"
+    )
 
 
 def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused(
     tmp_path: Path,
 ) -> None:
     meant = build_tokenizer()
-    tokenizer = load_tokenizer(save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama"))
+    tokenizer = load_tokenizer(
+        save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama")
+    )
     for text in ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$."):
         assert tokenizer.encode(text) == meant.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -40,7 +40,14 @@ from grail_advantage.method import NameTakenError, build, failure_message, metho
 from tests.core.common import FITTED, MAPS, METHODS, rollouts_of, weighed
 from tests.core.plain_weights import close
 from tests.core.test_rlsd import example, tiny_tokenizer
-from tests.core.tiny_models import CHARACTERS, Rollout, compute, encode, make_batch, tiny_model
+from tests.core.tiny_models import (
+    CHARACTERS,
+    Rollout,
+    compute,
+    encode,
+    make_batch,
+    tiny_model,
+)
 
 NAN = math.nan
 INF = math.inf
@@ -82,9 +89,12 @@ def case(
 ) -> Case:
     """Ordinary numbers, and all that any method reads; with a gap, a tool wrote the fourth token of every second response."""
     draw = torch.Generator().manual_seed(seed)
-    log_probs, entropy, of_pass = (torch.rand((rows, tokens), generator=draw) for _ in range(3))
+    log_probs, entropy, of_pass = (
+        torch.rand((rows, tokens), generator=draw) for _ in range(3)
+    )
     trained = [
-        [not (gap and row % 2 and place == 3) for place in range(tokens)] for row in range(rows)
+        [not (gap and row % 2 and place == 3) for place in range(tokens)]
+        for row in range(rows)
     ]
     text = ("4=12 so 7= 3 or " * (tokens // 16 + 1))[:tokens]
     r = rollouts_of(
@@ -178,20 +188,27 @@ def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> N
         # The numbers follow their response; beyond its end, and in a filler, there are none.
         nowhere = torch.full((r.mask.shape[1],), NAN)
         rows = [
-            torch.cat([numbers.get(key, nowhere), nowhere])[: r.mask.shape[1]] for key in r.keys
+            torch.cat([numbers.get(key, nowhere), nowhere])[: r.mask.shape[1]]
+            for key in r.keys
         ]
         return run(name, (r, torch.stack(rows)))
 
     assert not list(
-        batch_faults(run_keyed, batch[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5)
+        batch_faults(
+            run_keyed, batch[0], apart=name not in COMPARES_ROWS | {"steer"}, rtol=1e-5
+        )
     )
     # Two longer responses that nobody wrote, one of them without a reward.
     filler = without(case(2, TOKENS + 5), 0, 1)[0]
-    columns = {column: torch.full_like(values, NAN) for column, values in filler.columns.items()}
+    columns = {
+        column: torch.full_like(values, NAN) for column, values in filler.columns.items()
+    }
     added = joined(
         [batch[0], replace(filler, advantages=torch.tensor([0.0, NAN]), columns=columns)]
     )
-    with_filler = run(name, (added, torch.nn.functional.pad(batch[1], (0, 5, 0, 2), value=NAN)))
+    with_filler = run(
+        name, (added, torch.nn.functional.pad(batch[1], (0, 5, 0, 2), value=NAN))
+    )
     assert with_filler.metrics == pytest.approx(run(name, batch).metrics)
     # Response 4 has the advantage -1.5.
     masked = run(name, (replace(batch[0], masked=torch.arange(12) == 4), batch[1]))
@@ -216,20 +233,30 @@ def test_the_shuffled_control_has_the_same_weights_on_other_tokens(name: str) ->
         torch.where(plain.by_score, control.weights, -1.0).sort(dim=1).values, moved
     )
     assert torch.equal(control.by_score, plain.by_score)
-    torch.testing.assert_close(control.weights[~plain.by_score], plain.weights[~plain.by_score])
+    torch.testing.assert_close(
+        control.weights[~plain.by_score], plain.weights[~plain.by_score]
+    )
     torch.testing.assert_close(control.scores, plain.scores, equal_nan=True)
     if name == "rlsd":  # one weight on all tokens of each of these responses
         return
     assert not torch.equal(control.weights, plain.weights)
     later = run(
-        name, (replace(batch[0], step=batch[0].step + 1), batch[1]), **options, control="shuffled"
+        name,
+        (replace(batch[0], step=batch[0].step + 1), batch[1]),
+        **options,
+        control="shuffled",
     )
     assert not torch.equal(control.weights, later.weights)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    assert not unequal(run(name, part(batch, order), **options, control="shuffled"), control, order)
-    elsewhere = replace(batch[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112))
+    assert not unequal(
+        run(name, part(batch, order), **options, control="shuffled"), control, order
+    )
+    elsewhere = replace(
+        batch[0], keys=[uuid4().hex for _ in range(12)], places=range(100, 112)
+    )
     assert torch.equal(
-        run(name, (elsewhere, batch[1]), **options, control="shuffled").weights, control.weights
+        run(name, (elsewhere, batch[1]), **options, control="shuffled").weights,
+        control.weights,
     )
 
 
@@ -281,7 +308,9 @@ def test_the_shuffled_control_of_advantages_moves_whole_steps(name: str) -> None
 )
 def test_the_mass_is_restored(name: str) -> None:
     batch = case(12, gap=True)
-    w = run(name, batch, normalize_mass=True, **({"gate": "all"} if name == "grail" else {}))
+    w = run(
+        name, batch, normalize_mass=True, **({"gate": "all"} if name == "grail" else {})
+    )
     restored = w.selected & (w.weights.sum(dim=1) > 0)
     torch.testing.assert_close(
         w.weights[restored].double().sum(dim=1), batch[0].mask[restored].double().sum(dim=1)
@@ -290,7 +319,9 @@ def test_the_mass_is_restored(name: str) -> None:
 
 
 @weighing
-def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(name: str) -> None:
+def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
+    name: str,
+) -> None:
     plain = case()
     # A response that needs scores, as others notice nothing of the rest.
     bad = int(run(name, plain).selected.int().argmax())
@@ -316,12 +347,16 @@ def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) 
     """In any precision; 1e19 is an infinity in half of it."""
     r, of_pass = case()
     kinds = itertools.product(
-        (0.0, *NOT_FINITE, 1e19), (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+        (0.0, *NOT_FINITE, 1e19),
+        (torch.float32, torch.float16, torch.bfloat16, torch.float64),
     )
     results = [
         run(
             name,
-            (replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]], dtype=dtype)), of_pass),
+            (
+                replace(r, advantages=torch.tensor([value, *ADVANTAGES[1:]], dtype=dtype)),
+                of_pass,
+            ),
         )
         for value, dtype in kinds
     ]
@@ -362,14 +397,18 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
         # Log-probabilities are at most 0, so they are changed with the other sign.
         w = run(name, (replace(r, columns=columns), change(of_pass)))
         assert w.metrics["non_finite_rate"] == 0 or "huge" in extreme, extreme
-        if extreme in ("all underflowed to 0", "equal") and name not in COMPARES_ROWS | HARD:
+        if (
+            extreme in ("all underflowed to 0", "equal")
+            and name not in COMPARES_ROWS | HARD
+        ):
             # Scores that say nothing: no token of a response counts more than another one because of them.
             for row, scored in zip(w.weights, w.by_score, strict=True):
                 assert row[scored].unique().numel() <= 1, extreme
 
 
 OTHERS = [
-    Rollout("Half?", rf"It is \boxed{{{number}}}", 0.5 - number % 2) for number in range(4, 8)
+    Rollout("Half?", rf"It is \boxed{{{number}}}", 0.5 - number % 2)
+    for number in range(4, 8)
 ]
 
 
@@ -441,7 +480,9 @@ def test_what_cannot_be_registered_is_refused() -> None:
     def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
         return Weights(x)
 
-    with pytest.raises(NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"):
+    with pytest.raises(
+        NameTakenError, match=r"'grail'.*grail_advantage\.methods\.saliency"
+    ):
         register("grail")(type("Another", (Method,), {}))
     assert register("grail")(Grail) is methods()["grail"] is Grail
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -454,7 +495,9 @@ def test_what_cannot_be_registered_is_refused() -> None:
     for name, body in bodies:
         with pytest.raises(ValueError):
             register(name)(type("Named", (Method,), body))
-    assert register("fields")(type("Fields", (Method,), {"reads": frozenset({"field:blame"})}))
+    assert register("fields")(
+        type("Fields", (Method,), {"reads": frozenset({"field:blame"})})
+    )
     for function in (untyped, top):
         with pytest.raises(ValueError):
             register_map()(function)
@@ -480,10 +523,14 @@ def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) ->
         bad: list[Any] = [object(), math.nan, math.inf]
         bad += ["1.0"] * all(kind.get("type") != "string" for kind in kinds)
         # True is 1
-        bad += [True] * all(kind.get("type") != "boolean" and "enum" not in kind for kind in kinds)
+        bad += [True] * all(
+            kind.get("type") != "boolean" and "enum" not in kind for kind in kinds
+        )
         for kind in kinds:
             bad += [
-                kind[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in kind
+                kind[key] + step
+                for key, step in (("minimum", -1), ("maximum", 1))
+                if key in kind
             ]
             bad += [kind[key] for key in ("exclusiveMinimum",) if key in kind]
         for value in bad:
@@ -506,7 +553,9 @@ def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
         info = tmp_path / f"{name}-1.0.dist-info"  # as an installer leaves it behind
         info.mkdir()
         (tmp_path / f"{name}_method.py").write_text(text)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        )
         (info / "entry_points.txt").write_text(
             f"[grail_advantage.{group}]\n{name} = {name}_method\n"
         )
@@ -516,7 +565,10 @@ from grail_advantage.method import build, failure_message, methods
 print(methods()["grail"].__name__, len(methods()) >= 21, "transformers" in sys.modules, build("mine").name)
 print(failure_message())
 """
-    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
+    environment = {
+        "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}",
+        "PATH": "/usr/bin:/bin",
+    }
     run = {"env": environment, "capture_output": True, "text": True, "check": True}
     output = subprocess.run([sys.executable, "-c", code], **run).stdout
     assert output.startswith("Grail True False mine\n")
@@ -550,7 +602,9 @@ def test_a_method_of_ones_own_is_checked(
     assert check.main([str(file)]) == 1
     output = capsys.readouterr().out
     assert "is not finite" in output
-    file.write_text(SHIFT.replace("LAST", "later = torch.where(later.isfinite(), later, entropy)"))
+    file.write_text(
+        SHIFT.replace("LAST", "later = torch.where(later.isfinite(), later, entropy)")
+    )
     assert check.main([str(file)]) == 0
     assert "entropy_drop: keeps the contract" in capsys.readouterr().out
     file.write_text(SHIFT.replace("LAST", "later = entropy / r.mask.shape[1]"))

@@ -26,7 +26,9 @@ from tests.core.tiny_models import ROLLOUTS, make_batch, tiny_model
 
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULTS = [*DTYPES, "meta"]
-WITH_A_PASS = [name for name in METHODS if methods()[name].uses or name in ("surprisal", "stare")]
+WITH_A_PASS = [
+    name for name in METHODS if methods()[name].uses or name in ("surprisal", "stare")
+]
 """The last two have columns that are computed."""
 
 
@@ -102,7 +104,9 @@ def test_a_pass_scores_the_same(name: str) -> None:
     }
 
     def run() -> dict[str, Any]:
-        return numbers(compute_token_weights(model, tokenizer, *batch.tensors(), method, **parts))
+        return numbers(
+            compute_token_weights(model, tokenizer, *batch.tensors(), method, **parts)
+        )
 
     expected = run()
     for name_of_default in DEFAULTS:
@@ -122,9 +126,13 @@ def test_a_receipt_is_the_same(name: str) -> None:
         expected = check(batch.batch, TOKEN_MEAN, pieces)
         with default(name):
             receipt = check(batch.batch, TOKEN_MEAN, pieces)
-        assert receipt.findings == expected.findings and receipt.ok == (pieces is not faulty)
+        assert receipt.findings == expected.findings and receipt.ok == (
+            pieces is not faulty
+        )
         expected_UBT = expected.expected_UBT
-        assert torch.equal(receipt.expected_UBT.nan_to_num(-7.0), expected_UBT.nan_to_num(-7.0))
+        assert torch.equal(
+            receipt.expected_UBT.nan_to_num(-7.0), expected_UBT.nan_to_num(-7.0)
+        )
     watched = Watch()
     log_probs = torch.zeros(2, 3)
     with default(name):

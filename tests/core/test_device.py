@@ -47,7 +47,9 @@ def check(name: str, **columns: Any) -> None:
     expected = compute_token_weights(**arguments)
     # Nothing moves by itself between the two: a tensor of the CPU in an operation of the card raises.
     with card.card():
-        on_card = tree_map_only(torch.Tensor, lambda value: value.to(card.DEVICE), arguments)
+        on_card = tree_map_only(
+            torch.Tensor, lambda value: value.to(card.DEVICE), arguments
+        )
         rewards = [torch.tensor(values).to(card.DEVICE) for values in TURNS["step_rewards"]]
         on_card["fields"] = TURNS | {"step_rewards": rewards}
         on_card["model"] = card.moved(arguments["model"])
@@ -84,7 +86,9 @@ if __name__ == "__main__":
         assert namespace["result"].weights.unique().numel() > 2
     # The last two with columns that are computed.
     cases = [(name, {}) for name in [*METHODS, *OWN]]
-    cases += [(name, {"old_log_probs": None, "entropy": None}) for name in ("stare", "rlsd")]
+    cases += [
+        (name, {"old_log_probs": None, "entropy": None}) for name in ("stare", "rlsd")
+    ]
     for name, columns in cases:
         try:
             check(name, **columns)

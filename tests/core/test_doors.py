@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import nn
@@ -61,7 +67,10 @@ NO_TENSOR: list[Any] = [
 ]
 SHAPES: list[Any] = [lambda v: v[:-1], lambda v: v[None]]
 WIDTHS: list[Any] = [lambda v: v[:, :-1], torch.Tensor.t]
-LAYOUTS: list[Any] = [lambda v: torch.stack([v, v], -1)[..., 0], lambda v: v.T.contiguous().T]
+LAYOUTS: list[Any] = [
+    lambda v: torch.stack([v, v], -1)[..., 0],
+    lambda v: v.T.contiguous().T,
+]
 WHOLE = ["1", 0.5, NAN, -1]
 """In place of a whole number."""
 
@@ -75,7 +84,11 @@ OTHER_TOKENIZER = PreTrainedTokenizerFast(
 def valid_weights() -> dict[str, Any]:
     """A call that works, with all arguments."""
     batch = make_batch(
-        [ROLLOUTS[name] for name in ("one token before the box", "right", "box at the end")], "left"
+        [
+            ROLLOUTS[name]
+            for name in ("one token before the box", "right", "box at the end")
+        ],
+        "left",
     )
     generator = torch.Generator().manual_seed(0)
     # All three need scores.
@@ -89,7 +102,8 @@ def valid_weights() -> dict[str, Any]:
         "entropy": torch.rand(batch.input_ids.shape, generator=generator),
         "ref_log_probs": -2 * torch.rand(batch.input_ids.shape, generator=generator),
         "groups": torch.tensor([0, 0, 1]),
-        "examples": [Example([{"role": "user", "content": "?"}], {"solution": "7"}, {})] * 3,
+        "examples": [Example([{"role": "user", "content": "?"}], {"solution": "7"}, {})]
+        * 3,
         "masked": torch.tensor([0, 0, 0]),
         "fields": {"blame": [0.5, 1.0, 2.0]},
         "rewards": torch.tensor([0.0, 1.0, 0.0]),
@@ -173,8 +187,19 @@ def valid_receipt() -> dict[str, Any]:
 
 OF_RECEIPT: Mistakes = {
     "pieces": [[]],
-    "batch.advantages_BT": [*NO_TENSOR, *SHAPES, *WIDTHS, None, at(NAN, 0, 0), at(INF, 0, 0)],
-    "batch.mask_BT": [None, at(2, 0, -1, dtype=torch.int64), at(NAN, 0, -1, dtype=torch.float32)],
+    "batch.advantages_BT": [
+        *NO_TENSOR,
+        *SHAPES,
+        *WIDTHS,
+        None,
+        at(NAN, 0, 0),
+        at(INF, 0, 0),
+    ],
+    "batch.mask_BT": [
+        None,
+        at(2, 0, -1, dtype=torch.int64),
+        at(NAN, 0, -1, dtype=torch.float32),
+    ],
     "batch.old_log_probs_BT": [torch.Tensor.long, torch.Tensor.exp, at(-INF, 0, 0)],
     "batch.weights_BT": [at(-1.0, 0, 0)],
     "batch.ref_log_probs_BT": [torch.Tensor.t, torch.Tensor.exp],
@@ -197,7 +222,11 @@ OF_RECEIPT: Mistakes = {
 }
 SAME_RECEIPT: Mistakes = {
     "pieces": [lambda v: iter(list(v)), lambda v: v[::-1]],
-    "batch.advantages_BT": [*LAYOUTS, torch.Tensor.double, lambda v: v.clone().requires_grad_()],
+    "batch.advantages_BT": [
+        *LAYOUTS,
+        torch.Tensor.double,
+        lambda v: v.clone().requires_grad_(),
+    ],
     "batch.mask_BT": [torch.Tensor.long, torch.Tensor.float],
     "batch.left_out_B": [None, torch.Tensor.float],
     "batch.keys": [None],
@@ -362,7 +391,11 @@ def test_a_model_with_other_positions_is_refused(kind: str) -> None:
             tiny_model(layers=1), PromptTuningConfig(**TASK, num_virtual_tokens=5)
         )
     else:
-        model = with_logits(kind, LOGITS[kind]) if kind in LOGITS else tiny_model(layers=1).model
+        model = (
+            with_logits(kind, LOGITS[kind])
+            if kind in LOGITS
+            else tiny_model(layers=1).model
+        )
     for method in PASSES:
         with pytest.raises(ValueError):
             compute(model, RIGHT, method)

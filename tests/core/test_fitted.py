@@ -27,7 +27,10 @@ ADVANTAGES = [-0.75, 0.5, -0.25]
 
 
 def plain_credit(
-    surprisals: list[list[float]], entropies: list[list[float]], advantage: float, answered: bool
+    surprisals: list[list[float]],
+    entropies: list[list[float]],
+    advantage: float,
+    answered: bool,
 ) -> list[float]:
     """Of each step, before the scale."""
     peaks = [max(of_step) for of_step in surprisals]
@@ -37,7 +40,12 @@ def plain_credit(
         earlier_peak = max(peaks[:step], default=0.0)
         sum_before = sum(peaks[:step])
         is_answer = answered and step == len(peaks) - 1
-        values = [1.0, math.log1p(peak), math.log1p(sum(surprisals[step])), max(entropies[step])]
+        values = [
+            1.0,
+            math.log1p(peak),
+            math.log1p(sum(surprisals[step])),
+            max(entropies[step]),
+        ]
         values += [
             not is_answer and peak == max(peaks[:last]),
             math.log1p(earlier_peak),
@@ -63,9 +71,15 @@ def test_credit_by_plain_loops() -> None:
     entropy = torch.rand((3, longest), generator=generator)
     # The first answer is followed by text, which is of its step; the third has nothing before it.
     start = TEXTS[0].index("\\")
-    spans = [AnswerSpan(start, start + 7, start + 8, start + 9), None, AnswerSpan(0, 7, 8, 9)]
+    spans = [
+        AnswerSpan(start, start + 7, start + 8, start + 9),
+        None,
+        AnswerSpan(0, 7, 8, 9),
+    ]
     columns = {OLD_LOG_PROBS: log_probs, ENTROPY: entropy}
-    r = rollouts_of([encode(text) for text in TEXTS], ADVANTAGES, spans=spans, columns=columns)
+    r = rollouts_of(
+        [encode(text) for text in TEXTS], ADVANTAGES, spans=spans, columns=columns
+    )
     w = weighed(build("fitted", FITTED), r)
     expected = []
     for row, (steps, advantage) in enumerate(zip(STEPS, ADVANTAGES, strict=True)):
@@ -84,7 +98,9 @@ def test_credit_by_plain_loops() -> None:
     )
     for row, of_row in enumerate(expected):
         got = w.advantages[row, : len(of_row)].numpy()
-        np.testing.assert_allclose(got, of_row * math.sqrt(uniform / square), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            got, of_row * math.sqrt(uniform / square), rtol=1e-4, atol=1e-6
+        )
     trained = w.advantages[r.mask].double()
     assert (
         float(trained.square().sum()) == pytest.approx(uniform, rel=1e-5)

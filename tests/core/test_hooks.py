@@ -23,7 +23,9 @@ from tests.core.tiny_models import ROLLOUTS, compute, encode, make_batch, tiny_m
 
 def hooks_of(model: nn.Module) -> dict[tuple[str, str], list[Any]]:
     """Those that there are, by module and kind."""
-    tables = [name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))]
+    tables = [
+        name for name in vars(model) if name.endswith(("_hooks", "_hooks_with_kwargs"))
+    ]
     assert len(tables) >= 8
     hooks_by_place = {}
     for name, part in model.named_modules():
@@ -38,15 +40,21 @@ def test_logits_of_half_precision_are_divided_in_float32() -> None:
     logits = torch.tensor([[0.30078125, 0.0]], dtype=torch.bfloat16)
     narrow = hooks.log_probs(logits, torch.tensor([1]), 0.7)
     assert narrow.dtype == torch.float32
-    assert float(narrow) == pytest.approx(-math.log(1 + math.exp(0.30078125 / 0.7)), rel=1e-6)
+    assert float(narrow) == pytest.approx(
+        -math.log(1 + math.exp(0.30078125 / 0.7)), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("together", [1, 1024])
-def test_log_probs_and_entropies_by_hand(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_and_entropies_by_hand(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A word that is ruled out adds nothing to the entropy, and a broken response stays broken."""
     monkeypatch.setattr(hooks, "TOGETHER", together)
     # Probabilities 1/4, 3/4, 0; then a third each; then none that is known.
-    logits = torch.tensor([[0.0, math.log(3), -math.inf], [0.0, 0.0, 0.0], [math.nan, 0.0, 0.0]])
+    logits = torch.tensor(
+        [[0.0, math.log(3), -math.inf], [0.0, 0.0, 0.0], [math.nan, 0.0, 0.0]]
+    )
     tokens = torch.tensor([1, 2, 0])
     log_probs = hooks.log_probs(logits, tokens, 1.0)
     entropies = hooks.entropies(logits, 1.0)
@@ -169,7 +177,9 @@ def fail(*_: Any) -> None:
 
 def fail_at(module: nn.Module, call: int) -> Any:
     calls = itertools.count(1)
-    return module.register_forward_pre_hook(lambda *_: fail() if next(calls) == call else None)
+    return module.register_forward_pre_hook(
+        lambda *_: fail() if next(calls) == call else None
+    )
 
 
 def fail_in_backward(module: nn.Module) -> None:
@@ -210,7 +220,9 @@ def model_that_was(start: str) -> Any:
         for module in list(model.modules())[::3]:
             module.training = False
     if start == "checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 5 != 4 and start != "eval")
         if index % 5 < 2:
@@ -263,7 +275,9 @@ def training_step(model: Any) -> list[list[float]]:
     model.zero_grad()
     logits = model(input_ids=BATCH.input_ids, attention_mask=BATCH.attention_mask).logits
     logits.log_softmax(-1).mean().backward()
-    return [values.grad.tolist() for values in model.parameters() if values.grad is not None]
+    return [
+        values.grad.tolist() for values in model.parameters() if values.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("call", [0, 1, 4, 7])

@@ -21,7 +21,10 @@ SPAN = AnswerSpan(0, 0, 1, 1)
 def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
     """The figures token by token, but those of the change."""
     sizes = w.rollouts.advantages.abs().tolist()
-    rows = [x[mask].tolist() for x, mask in zip(w.weights.double(), w.rollouts.mask, strict=True)]
+    rows = [
+        x[mask].tolist()
+        for x, mask in zip(w.weights.double(), w.rollouts.mask, strict=True)
+    ]
     counted = [index for index, row in enumerate(rows) if row]
     tokens = [x for row in rows for x in row]
     pairs = list(zip(rows, sizes, strict=True))
@@ -59,7 +62,9 @@ def test_figures_token_by_token(level: float) -> None:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator) > 0.5
 
-    mask = (torch.arange(47) < torch.randint(0, 48, (23, 1), generator=generator)) & drawn(23, 47)
+    mask = (torch.arange(47) < torch.randint(0, 48, (23, 1), generator=generator)) & drawn(
+        23, 47
+    )
     # One response without a token, one without a gap.
     mask[5] = False
     mask[7] = True

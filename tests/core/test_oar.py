@@ -69,13 +69,17 @@ class PlainOar:
             return clean - changed
         return (clean * (clean.log() - changed.log())).sum()
 
-    def gradient_scores(self, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
+    def gradient_scores(
+        self, ids: list[int], start: int, span: Span, options: dict
+    ) -> list[float]:
         """Scores of the response tokens, NaN where there is none."""
         port = options["variant"] == "grail_port"
         # The port shakes the predictor positions of all response tokens, the others the reasoning's own.
         noisy = range(start - 1, len(ids) - 1) if port else range(start, start + span[0])
         content = str(ids[: start + span[3]]).strip("[]").replace(" ", "")
-        digest = hashlib.sha256(f"{options['noise_seed']}/{STEP}/{content}".encode()).digest()
+        digest = hashlib.sha256(
+            f"{options['noise_seed']}/{STEP}/{content}".encode()
+        ).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         clean = self.embed(ids)
         shaken = clean.clone()
@@ -85,7 +89,9 @@ class PlainOar:
         with torch.no_grad():
             unshaken = self.probe(clean, ids, start, span, options["probe"])
         loss = self.apart(
-            unshaken, self.probe(shaken, ids, start, span, options["probe"]), options["probe"]
+            unshaken,
+            self.probe(shaken, ids, start, span, options["probe"]),
+            options["probe"],
         )
         (gradient,) = torch.autograd.grad(loss, shaken)
         scores = [math.nan] * (len(ids) - start)
@@ -140,7 +146,9 @@ def row_weights(
         if options["reshaper"] == "bilevel":
             numbers["quantile_rule"] = "sorted" if port else "linear"
         values = MAPS[options["reshaper"]](scores[:members], **numbers)
-        weights[:members] = to_mass(values, range(members)) if options["normalize_mass"] else values
+        weights[:members] = (
+            to_mass(values, range(members)) if options["normalize_mass"] else values
+        )
     return weights
 
 
@@ -184,11 +192,17 @@ def assert_matches(
         assert (span_found and dataclasses.astuple(span_found)) == span
         expected_scores = [math.nan] * len(response)
         if span is not None:
-            read = plain.gradient_scores if method == "gradient" else plain.perturbation_scores
+            read = (
+                plain.gradient_scores if method == "gradient" else plain.perturbation_scores
+            )
             expected_scores = read(prompt + response, len(prompt), span, options)
         expected = row_weights(method, expected_scores, span, advantage, options)
         assert weights == pytest.approx(expected, rel=20 * tolerance, abs=20 * tolerance)
-        if span is None or advantage == 0 or (config.statistics == "reasoning" and span[0] == 0):
+        if (
+            span is None
+            or advantage == 0
+            or (config.statistics == "reasoning" and span[0] == 0)
+        ):
             assert all(map(math.isnan, scores))
         else:
             largest = max(abs(score) for score in expected_scores if not math.isnan(score))
@@ -224,7 +238,8 @@ SAMPLED = (
     st.sampled_from(OF_MAPS),
 )
 FEW_ROLLOUTS = [
-    ROLLOUTS[name] for name in ("right, several boxes", "box at the start", "no box", "empty box")
+    ROLLOUTS[name]
+    for name in ("right, several boxes", "box at the start", "no box", "empty box")
 ]
 
 
@@ -236,11 +251,15 @@ FEW_ROLLOUTS = [
     ),
     *SAMPLED,
 )
-def test_any_options(method: str, options: dict, family: str, padding: str, of_map: dict) -> None:
+def test_any_options(
+    method: str, options: dict, family: str, padding: str, of_map: dict
+) -> None:
     """Responses of either sign get weights; the keys and values that fell out of an attention window are not shared."""
     windowed = family == "qwen3" and method == "perturbation" and padding != "right"
     rollouts = [*FEW_ROLLOUTS, dataclasses.replace(FEW_ROLLOUTS[0], advantage=0.0)]
-    assert_matches(*subject(family, windowed), rollouts, method, padding, **options, **of_map)
+    assert_matches(
+        *subject(family, windowed), rollouts, method, padding, **options, **of_map
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -249,7 +268,8 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
     got = assert_matches(*subject(), list(ROLLOUTS.values()), method, variant=variant)
     is_port = (method, variant) == ("gradient", "grail_port")
     assert got.stats["answer_found_rate"] == 10 / 12
-    assert got.stats["selected_rate"] == (10 if is_port else 9) / 12  # one box is at the start
+    # One box is at the start.
+    assert got.stats["selected_rate"] == (10 if is_port else 9) / 12
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
 
 
@@ -258,7 +278,12 @@ def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: s
     model = tiny_model(layers=1)
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in ROLLOUTS.values()]
     batch = make_batch(
-        [*zeros, ROLLOUTS["box at the start"], ROLLOUTS["no box"], ROLLOUTS["truncated box"]]
+        [
+            *zeros,
+            ROLLOUTS["box at the start"],
+            ROLLOUTS["no box"],
+            ROLLOUTS["truncated box"],
+        ]
     )
     with watch_inputs(model.get_input_embeddings()) as shapes:
         got = compute(model, batch, Oar(method))
@@ -269,13 +294,18 @@ def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: s
 def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
     """A clean pass, then batches within the budget, each from its own first replaced token on."""
     model, plain = subject()
-    rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
+    # 15 prompt tokens, 19 reasoning tokens, 9 of the box
+    rollout = ROLLOUTS["text after the box"]
     expected = assert_matches(model, plain, [rollout], "perturbation")
     batch = make_batch([rollout], "both")
     with watch_inputs(model.get_input_embeddings()) as shapes:
         got = compute(model, batch, Oar("perturbation"), tokens=8 * 42 + 41)
     assert shapes == [(1, 42), (8, 42 - 15), (8, 42 - 23), (3, 42 - 31)]
-    torch.testing.assert_close(got.scores, expected.scores, rtol=1e-5, atol=0, equal_nan=True)
-    without_padding = PreTrainedTokenizerFast(tokenizer_object=char_tokenizer().backend_tokenizer)
+    torch.testing.assert_close(
+        got.scores, expected.scores, rtol=1e-5, atol=0, equal_nan=True
+    )
+    without_padding = PreTrainedTokenizerFast(
+        tokenizer_object=char_tokenizer().backend_tokenizer
+    )
     with pytest.raises(ValueError, match="pad"):
         compute(model, batch, Oar("perturbation"), without_padding)

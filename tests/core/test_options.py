@@ -43,7 +43,10 @@ def batch() -> Rollouts:
     """All that any method reads."""
     # What a tool wrote becomes as many blanks in the pattern.
     trained = [
-        [c != " " for c in re.sub(r"\[.*?\]", lambda m: " " * len(m[0]), text.replace(" ", "."))]
+        [
+            c != " "
+            for c in re.sub(r"\[.*?\]", lambda m: " " * len(m[0]), text.replace(" ", "."))
+        ]
         for _, _, text, _ in SAID
     ]
     r = rollouts_of(
@@ -60,7 +63,8 @@ def batch() -> Rollouts:
             "a_turn": [[*rewards, 0.75] for *_, rewards in SAID],
         },
         examples=[
-            replace(example(f"How many? {prompt}", "4"), columns=COLUMNS) for prompt, *_ in SAID
+            replace(example(f"How many? {prompt}", "4"), columns=COLUMNS)
+            for prompt, *_ in SAID
         ],
         truncated=torch.arange(len(SAID)) == CUT_OFF,
         step=1,
@@ -71,7 +75,10 @@ def batch() -> Rollouts:
     return replace(r, columns=columns)
 
 
-COLUMNS = {"reward_model": {"style": "rule", "ground_truth": "4"}, "solution": "2 and 2 are 4"}
+COLUMNS = {
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "solution": "2 and 2 are 4",
+}
 
 
 @cache
@@ -153,7 +160,11 @@ VALUES: dict[str, list[Any]] = {
     "stride": [2, 8],
     "content_weight": [0.0, 3.0],
 }
-OF_THE_OTHER = {("oar_p", "noise_std"), ("oar_p", "noise_seed"), ("oar_g", "max_perturbations")}
+OF_THE_OTHER = {
+    ("oar_p", "noise_std"),
+    ("oar_p", "noise_seed"),
+    ("oar_g", "max_perturbations"),
+}
 """The two methods share a section, which may hold what the other one reads: that is warned of."""
 
 
@@ -190,7 +201,8 @@ def built(name: str, options: Options) -> BaseMethod | None:
     options = FITTED | options
     try:
         return build(
-            name, {key: options[key] for key in options.keys() & methods()[name].model_fields}
+            name,
+            {key: options[key] for key in options.keys() & methods()[name].model_fields},
         )
     except ValueError:
         return None
@@ -240,7 +252,9 @@ def with_responses(responses: list[torch.Tensor]) -> Rollouts:
     signs = {OLD_LOG_PROBS: -0.5, ENTROPY: 0.5, REF_LOG_PROBS: -0.5}
     columns = {name: torch.full(mask.shape, value) for name, value in signs.items()}
     r = part(batch(), range(len(responses)))
-    return replace(r, responses=responses, mask=mask, written=mask, columns=columns, known_spans={})
+    return replace(
+        r, responses=responses, mask=mask, written=mask, columns=columns, known_spans={}
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -260,7 +274,9 @@ def test_no_value_ends_an_odd_batch(name: str) -> None:
             assert is_finite, (number, option, value)
 
 
-def test_an_option_of_the_other_method_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_of_the_other_method_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for name, option in OF_THE_OTHER:
         caplog.clear()
         build(name, {option: values_of(name, option)[-1]})
@@ -284,7 +300,11 @@ def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str)
 def test_numbers_of_numpy_are_numbers() -> None:
     """As a search of settings gives them."""
     assert build("stare", {"share": np.float32(0.25)}).share == 0.25
-    options = {"window": np.int64(8), "stride": np.int32(4), "mask_truncated": np.bool_(False)}
+    options = {
+        "window": np.int64(8),
+        "stride": np.int32(4),
+        "mask_truncated": np.bool_(False),
+    }
     method = build("shear", options)
     assert method == build("shear", {"window": 8, "stride": 4, "mask_truncated": False})
     # Not numpy's: it goes into range() and into files.

@@ -92,7 +92,11 @@ def truth(model: PreTrainedModel, layout: str) -> float:
         model.zero_grad()
         log_probs(lay(model, rows)[row], rows[row]).sum().backward()
         return torch.cat(
-            [values.grad.flatten() for values in model.parameters() if values.grad is not None]
+            [
+                values.grad.flatten()
+                for values in model.parameters()
+                if values.grad is not None
+            ]
         )
 
     differences = []
@@ -126,7 +130,9 @@ def hook(name: str, work: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 def batch_statistics(model: PreTrainedModel) -> None:
     model.statistics = nn.BatchNorm1d(model.config.hidden_size)
-    hook("model.norm", lambda x_BSD: model.statistics(x_BSD.transpose(1, 2)).transpose(1, 2))(model)
+    hook(
+        "model.norm", lambda x_BSD: model.statistics(x_BSD.transpose(1, 2)).transpose(1, 2)
+    )(model)
 
 
 LORA = {"target_modules": ["q_proj"]}
@@ -175,7 +181,9 @@ def test_the_probe_leaves_nothing_behind() -> None:
 class TF32(TorchDispatchMode):
     """Plays a device that multiplies with 10 bits of each factor."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(word in str(func) for word in ("mm", "attention")):
             args = tree_map_only(
                 torch.Tensor,
@@ -185,7 +193,9 @@ class TF32(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def autocast(module: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: bool) -> None:
+def autocast(
+    module: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: bool
+) -> None:
     module.forward = torch.autocast("cpu", dtype, **options)(module.forward)
 
 
@@ -227,13 +237,18 @@ def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
     limit, change, around = PRECISIONS[name]
     change(model)
     with around, torch.no_grad():
-        assert limit_of(lambda: model(input_ids=torch.arange(1, 9)[None], use_cache=False)) == limit
+        assert (
+            limit_of(lambda: model(input_ids=torch.arange(1, 9)[None], use_cache=False))
+            == limit
+        )
         answer = finding(model, "a pass")
         assert answer.limit == limit and answer.holds, answer
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_tells_what_mixes_responses_from_rounding(dtype: torch.dtype) -> None:
+def test_half_precision_tells_what_mixes_responses_from_rounding(
+    dtype: torch.dtype,
+) -> None:
     model = FAMILIES["qwen3"].build()
     batch_statistics(model)
     assert not finding(model.to(dtype), "padded").holds
@@ -248,7 +263,10 @@ def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
         (100, {"budget": 100}, [12, 64, 12, 11]),
     ]:
         rows = probe_rows(torch.tensor([7, 9, 7]), longest=longest, **sizes)
-        assert [len(row) for row in rows] == expected and set(torch.cat(rows).tolist()) == {7, 9}
+        assert [len(row) for row in rows] == expected and set(torch.cat(rows).tolist()) == {
+            7,
+            9,
+        }
 
 
 def test_a_draw_that_seldom_matters_is_found() -> None:
@@ -259,7 +277,9 @@ def test_a_draw_that_seldom_matters_is_found() -> None:
     # Whether a draw matters depends on the seed; none of these may be missed.
     for seed in range(8):
         torch.manual_seed(seed)
-        answer = probe(model, lambda part: list(map(log_probs, lay(model, part), part)), rows)
+        answer = probe(
+            model, lambda part: list(map(log_probs, lay(model, part), part)), rows
+        )
         assert not answer.holds, (seed, answer)
 
 

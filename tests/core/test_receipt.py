@@ -51,7 +51,9 @@ def test_nothing_is_missed_and_each_example_differs() -> None:
     # Structure comes first, then what covers most tokens.
     for _, _, receipt in results:
         structure = ("missing", "repeated", "not finite")
-        order = [(not f.mismatch, f.name not in structure, -f.tokens) for f in receipt.findings]
+        order = [
+            (not f.mismatch, f.name not in structure, -f.tokens) for f in receipt.findings
+        ]
         assert order == sorted(order)
         for finding in receipt.findings:
             for _, _, intended, received in finding.examples:
@@ -61,7 +63,9 @@ def test_nothing_is_missed_and_each_example_differs() -> None:
 
 @pytest.mark.slow
 def test_no_alarm_in_clean_loops() -> None:
-    alarms = [(setting, receipt.findings) for setting, receipt in quiet(60) if not receipt.ok]
+    alarms = [
+        (setting, receipt.findings) for setting, receipt in quiet(60) if not receipt.ok
+    ]
     assert alarms == []
 
 
@@ -80,7 +84,9 @@ def test_the_tables_of_the_page_are_what_the_command_prints(
         write(path, receipt, "ppo", 3)
         assert main([str(path)]) == (not receipt.ok)
         # The page names the file without its folder.
-        printed = capsys.readouterr().out.replace(f"{path.parent}/", "").split("\n\nMeasured:")[0]
+        printed = (
+            capsys.readouterr().out.replace(f"{path.parent}/", "").split("\n\nMeasured:")[0]
+        )
         assert f"```\n{printed}\n```" in PAGE, printed
 
 
@@ -172,7 +178,9 @@ def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None
 
     formula = replace(LOSSES[name], aggregation="token-mean", over="update")
     for seed in range(3):
-        loop = rollout(seed, epochs=3, drift=0.5, weights=True, token_advantages=bool(seed % 2))
+        loop = rollout(
+            seed, epochs=3, drift=0.5, weights=True, token_advantages=bool(seed % 2)
+        )
         pieces = train(loop, value)
         by_formula = check(loop.batch, formula, pieces)
         by_function = check(loop.batch, Loss(name, function), pieces)
@@ -192,7 +200,9 @@ def test_received_by_update_and_a_response_that_comes_twice() -> None:
     assert receipt.ok and 0 < receipt.clipped < 0.6
     for row in range(8):
         held = [
-            update for update, step in enumerate(loop.plan) if any(row in rows for _, rows in step)
+            update
+            for update, step in enumerate(loop.plan)
+            if any(row in rows for _, rows in step)
         ]
         is_held_U = receipt.received_UBT[:, row].isfinite().all(dim=1)
         assert is_held_U.nonzero().flatten().tolist() == held and len(held) == 3
@@ -265,7 +275,11 @@ def test_structure_names_its_epochs() -> None:
     pieces[-1] = replace(last, outside_b=torch.full((len(last.rows_b),), 0.1))
     batch = replace(loop.batch, left_out_B=torch.arange(8) == 1)
     places = {line.name: line.where for line in check(batch, TOKEN_MEAN, pieces).findings}
-    assert places == {"missing": "epochs 2", "outside": "epochs 3", "lost": "epochs 1, 2, 3"}
+    assert places == {
+        "missing": "epochs 2",
+        "outside": "epochs 3",
+        "lost": "epochs 1, 2, 3",
+    }
 
 
 @pytest.mark.parametrize("loss", [TOKEN_MEAN, verl_loss("kl_cov", "token-mean")])
@@ -327,7 +341,11 @@ def test_a_lost_update(factor: float, name: str) -> None:
         for piece in train(loop)
     ]
     (line,) = check(loop.batch, TOKEN_MEAN, pieces).findings
-    assert line.name == name and math.isfinite(line.size) and "in optimiser steps 2" in line.where
+    assert (
+        line.name == name
+        and math.isfinite(line.size)
+        and "in optimiser steps 2" in line.where
+    )
 
 
 def test_rounding_is_no_mismatch() -> None:
@@ -414,7 +432,9 @@ def test_the_hook_goes_with_its_context_after_an_error_too() -> None:
     assert piece.rank == 1 and torch.equal(piece.gradient_bT, torch.full((2, 3), 0.25))
 
 
-def test_a_loss_that_is_watched_gives_the_same_and_its_narrow_micro_batches_are_padded() -> None:
+def test_a_loss_that_is_watched_gives_the_same_and_its_narrow_micro_batches_are_padded() -> (
+    None
+):
     """The first response has 2 tokens, and goes through the loss alone; the second has 4."""
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     advantages = torch.where(mask.bool(), torch.tensor([[1.0], [-2.0]]), 0.0)
@@ -432,7 +452,9 @@ def test_a_loss_that_is_watched_gives_the_same_and_its_narrow_micro_batches_are_
     torch.testing.assert_close(receipt.received_BT, advantages)
 
 
-def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_file_of_receipts_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What was written is read again, and the exit status tells faults and a run that did not train; of a loss without a
     formula nothing is claimed. JSON is strict."""
     loop = rollout(44, epochs=2, drift=0.5, responses=64)
@@ -462,7 +484,9 @@ def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixt
         capsys.readouterr()
         main([str(path), "--json"])
         printed = capsys.readouterr().out
-        assert len(json.loads(printed)["findings"]) == len(findings) and ": NaN" not in printed
+        assert (
+            len(json.loads(printed)["findings"]) == len(findings) and ": NaN" not in printed
+        )
 
 
 def test_a_file_without_a_receipt(tmp_path: Path) -> None:

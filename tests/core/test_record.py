@@ -42,7 +42,9 @@ def test_numbers_of_a_method_are_those_of_the_function(
     rows: list[dict[str, Any]], name: str
 ) -> None:
     pairs = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
-    texts = [Rollout(response.prompt, response.text, advantage) for response, advantage in pairs]
+    texts = [
+        Rollout(response.prompt, response.text, advantage) for response, advantage in pairs
+    ]
     batch = make_batch(texts, "right")
     mask = batch.response_mask.bool()
     written = [wrote for response in hosts.RESPONSES for wrote in response.written]
@@ -105,13 +107,26 @@ def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
             "base_advantage": [base if wrote else 0.0 for wrote in response.written],
         }
         assert {name: row[name] for name in facts} == facts
-        assert "".join(row["tokens"]) == row["response"] and len(row["tokens"]) == len(response.ids)
+        assert "".join(row["tokens"]) == row["response"] and len(row["tokens"]) == len(
+            response.ids
+        )
         if "\\boxed{" in response.text:
             # The preset official takes the first answer.
             start, content_start = row["span"][:2]
             assert start == response.text.index("\\boxed{")
             assert response.text[content_start:].startswith(row["answer"])
-    assert [row["answer"] for row in rows] == ["6", "5", "4", None, "5", "9", "6", "8", "1", "42"]
+    assert [row["answer"] for row in rows] == [
+        "6",
+        "5",
+        "4",
+        None,
+        "5",
+        "9",
+        "6",
+        "8",
+        "1",
+        "42",
+    ]
     outside = "outside the gate"
     none = "no answer"
     zero = "advantage 0"

@@ -34,7 +34,9 @@ BRACKETS = """\
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
 
 
-def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+def with_template(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> PreTrainedTokenizerFast:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
     return tokenizer
@@ -45,9 +47,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return with_template(char_tokenizer(), BRACKETS)
 
 
-def example(question: Any, gold: Any = "5", messages: Any = None, **options: Any) -> Example:
+def example(
+    question: Any, gold: Any = "5", messages: Any = None, **options: Any
+) -> Example:
     """A row of a data set; by default with one message."""
-    columns = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": gold}}
+    columns = {
+        "data_source": "sums",
+        "reward_model": {"style": "rule", "ground_truth": gold},
+    }
     return Example(messages or [{"role": "user", "content": question}], columns, options)
 
 
@@ -58,7 +65,12 @@ def weigh(
     of_pass = torch.tensor(changes)
     examples = [example("?")] * len(changes)
     columns = {"old_log_probs": torch.zeros_like(of_pass)}
-    parts = {"examples": examples, "columns": columns, "step": step, "tokenizer": tiny_tokenizer()}
+    parts = {
+        "examples": examples,
+        "columns": columns,
+        "step": step,
+        "tokenizer": tiny_tokenizer(),
+    }
     return weighed(
         Rlsd(**options),
         rollouts_of([[0] * of_pass.shape[1]] * len(changes), advantages, **parts),
@@ -113,7 +125,9 @@ def run(
     method: Rlsd, examples: list[Example | None], family: str = "qwen3", **parts: Any
 ) -> TokenWeights:
     """Every response of ``ROWS`` through the plain host."""
-    return compute(subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **parts)
+    return compute(
+        subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **parts
+    )
 
 
 KINDS = (
@@ -125,13 +139,17 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_computation(kind: tuple[str, float, str, float | None, float, float]) -> None:
+def test_plain_computation(
+    kind: tuple[str, float, str, float | None, float, float],
+) -> None:
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
     family, temperature, asking, given_old, lam, epsilon = kind
 
     def log_probs(prompt: str) -> list[float]:  # the tiny vocabulary has no line break
         prompt = f"[user]{prompt}[assistant]".replace("\n", "")
-        return plain_columns(subject(family), encode(prompt), encode(response), temperature)[0]
+        return plain_columns(
+            subject(family), encode(prompt), encode(response), temperature
+        )[0]
 
     method = Rlsd(lam=lam, epsilon=epsilon, request=asking)
     parts = (
@@ -145,19 +163,29 @@ def test_plain_computation(kind: tuple[str, float, str, float | None, float, flo
     for (prompt_text, gold, response, advantage), weights in zip(
         ROWS, responses_weights, strict=True
     ):
-        old = log_probs(prompt_text) if given_old is None else [given_old] * len(encode(response))
+        old = (
+            log_probs(prompt_text)
+            if given_old is None
+            else [given_old] * len(encode(response))
+        )
         teacher = log_probs(f"{prompt_text}\n\n{asking.replace('{privileged}', gold)}")
         expected = []
         for new, old_log_prob in zip(teacher, old, strict=True):
             # An incorrect response is blamed for tokens that the teacher finds less probable.
-            ratio = math.exp(new - old_log_prob) if advantage > 0 else math.exp(old_log_prob - new)
+            ratio = (
+                math.exp(new - old_log_prob)
+                if advantage > 0
+                else math.exp(old_log_prob - new)
+            )
             expected.append(
-                1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon) if advantage else 1.0
+                1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon)
+                if advantage
+                else 1.0
             )
         assert weights == pytest.approx(expected, abs=1e-6)
-    assert len({round(weight, 6) for weights in responses_weights for weight in weights}) > 10, (
-        "not only the bounds"
-    )
+    assert (
+        len({round(weight, 6) for weights in responses_weights for weight in weights}) > 10
+    ), "not only the bounds"
 
 
 NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.array([])]
@@ -181,10 +209,14 @@ def test_rows_without_privileged_text() -> None:
         with watch_inputs(embeddings) as forwards:
             result = run(method, [broken, *EXAMPLES[1:]], **parts)
         assert (
-            BATCH.of_responses(result.weights) == [[1.0] * len(all_weights[0]), *all_weights[1:]]
+            BATCH.of_responses(result.weights)
+            == [[1.0] * len(all_weights[0]), *all_weights[1:]]
             and len(forwards) == 2
         )
-        assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (0.0, 0.5)
+        assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (
+            0.0,
+            0.5,
+        )
 
 
 # ---- the prompts for real tokenizers: the text goes into the last user message, and stays in it ----------------------
@@ -233,7 +265,9 @@ def rebuilt(
     messages_then = copy.deepcopy(messages)
     response = tokenizer.encode("It is 51.", add_special_tokens=False)
     asked_again = example("?", gold, messages, enable_thinking=False)
-    row = Row(torch.tensor([1, 2, *response]), 2, len(response), None, 1.0, 0, 0, asked_again)
+    row = Row(
+        torch.tensor([1, 2, *response]), 2, len(response), None, 1.0, 0, 0, asked_again
+    )
     prepared = Rlsd(**options).prepare(row, tokenizer)
     ids = prepared.tokens.tolist()
     assert messages == messages_then and prepared.tokens.dtype == torch.int64
@@ -249,7 +283,9 @@ def test_rebuilt_prompt(chat: str) -> None:
     request = REQUEST.replace("{privileged}", gold, 1)
     assert rebuilt(chat, gold)[1] == f"{opening}{QUESTION}\n\n{request}{ending}"
     request = SHORT.replace("{privileged}", "51")
-    text = rebuilt(chat, "51", [{"role": "system", "content": BRIEF}, ASKED], request=SHORT)[1]
+    text = rebuilt(
+        chat, "51", [{"role": "system", "content": BRIEF}, ASKED], request=SHORT
+    )[1]
     # The base model's system message is in place of its preamble
     user = opening.splitlines(keepends=True)[-1]
     assert text == f"{system}{user}{QUESTION}\n\n{request}{ending}"
@@ -259,7 +295,9 @@ def test_rebuilt_prompt(chat: str) -> None:
         {"role": "user", "content": "Both."},
     ]
     text = rebuilt(chat, "51", turns, request=SHORT)[1]
-    assert text.startswith(opening + QUESTION) and text.endswith(f"Both.\n\n{request}{ending}")
+    assert text.startswith(opening + QUESTION) and text.endswith(
+        f"Both.\n\n{request}{ending}"
+    )
     assert text.count(request) == 1
 
 
@@ -287,5 +325,8 @@ def test_text_stays_inside_its_message(chat: str) -> None:
         assert text.endswith(f", tell it in your words.{ending}")
         # A space here and there is all that it loses.
         assert hostile.strip().replace(" ", "") in text.replace(" ", "")
-    for part in ("|im_end|", "|eot_id|", "think"):  # request and text make no token together
-        assert controls(rebuilt(chat, part, request="Given <{privileged}>.")[0]) == controls(fine)
+    # Request and text make no token together.
+    for part in ("|im_end|", "|eot_id|", "think"):
+        assert controls(
+            rebuilt(chat, part, request="Given <{privileged}>.")[0]
+        ) == controls(fine)

@@ -58,7 +58,9 @@ def plain_scores(
             x = hidden_states[start : start + window].double()
             nearest = min(
                 plain_sinkhorn(
-                    torch.cdist(x, compared[begin : begin + window].double()), epsilon, iterations
+                    torch.cdist(x, compared[begin : begin + window].double()),
+                    epsilon,
+                    iterations,
                 )
                 for compared, other_outcome in zip(hidden, positive, strict=True)
                 if other_outcome != outcome
@@ -91,7 +93,9 @@ def test_distances_go_towards_exact_transport() -> None:
         distance = sinkhorn_distance(cost, *torch.tensor(sizes).T, **options)
         gap = distance - torch.tensor(best)
         assert distance.dtype == torch.float64
-        assert (gap >= -1e-4).all() and (gap <= epsilon * torch.tensor(entropy_bounds) + 1e-4).all()
+        assert (gap >= -1e-4).all() and (
+            gap <= epsilon * torch.tensor(entropy_bounds) + 1e-4
+        ).all()
         gaps.append(gap.sum().item())
     # So that the closeness below is epsilon's doing
     assert gaps == sorted(gaps, reverse=True) and gaps[0] > 1
@@ -99,14 +103,18 @@ def test_distances_go_towards_exact_transport() -> None:
 
 
 @pytest.mark.parametrize(("window", "stride"), [(5, 2), (4, 4), (100, 25)])
-def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_against_the_plain_loop(
+    window: int, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where pairs are worked on a few at a time."""
     monkeypatch.setattr(shear, "CHUNK_ELEMENTS", {"cpu": 7 * 25, "cuda": 7 * 25})
     options = {"window": window, "stride": stride, "epsilon": 0.2, "iterations": 25}
     with patch.object(shear, "sinkhorn_distance", wraps=sinkhorn_distance) as calls:
         got = shear_scores(group(2), POSITIVE, tolerance=0.0, **options)
     assert calls.call_count > 6 or window == 100  # pairs of responses
-    for actual, expected in zip(got, plain_scores(group(2), POSITIVE, **options), strict=True):
+    for actual, expected in zip(
+        got, plain_scores(group(2), POSITIVE, **options), strict=True
+    ):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
 
 
@@ -179,13 +187,15 @@ def test_scores_are_those_of_the_groups_hidden_states() -> None:
         batch.input_ids, batch.attention_mask.bool(), inside, strict=True
     ):
         with torch.no_grad():
-            states = model(input_ids=tokens[None, valid], output_hidden_states=True).hidden_states[
-                -1
-            ][0]
+            states = model(
+                input_ids=tokens[None, valid], output_hidden_states=True
+            ).hidden_states[-1][0]
         hidden.append(states[is_response[valid]])
     for members in ([0, 1, 2], [3, 5]):
         positive = [ROLLOUTS[row].advantage > 0 for row in members]
-        scores = torch.cat(shear_scores([hidden[row] for row in members], positive, **options))
+        scores = torch.cat(
+            shear_scores([hidden[row] for row in members], positive, **options)
+        )
         for values in (got.scores, got.weights):
             actual = torch.cat([values[row, inside[row]] for row in members])
             torch.testing.assert_close(actual, scores, rtol=1e-4, atol=1e-6)

@@ -63,11 +63,14 @@ def test_self_distillation_is_the_plain_mix() -> None:
             continue
         texts = (question, f"{question}{SHORT.replace('{privileged}', gold)}")
         old, teacher = (
-            plain_columns(subject(), encode(f"[user]{text}[assistant]"), encode(response), 1.0)[0]
+            plain_columns(
+                subject(), encode(f"[user]{text}[assistant]"), encode(response), 1.0
+            )[0]
             for text in texts
         )
         expected = [
-            0.3 * a + 0.7 * (new - earlier) for new, earlier in zip(teacher, old, strict=True)
+            0.3 * a + 0.7 * (new - earlier)
+            for new, earlier in zip(teacher, old, strict=True)
         ]
         assert advantages == pytest.approx(expected, abs=1e-5)
         assert not response or max(expected) - min(expected) > 0.01
@@ -96,7 +99,9 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter() ->
             [p - q for p, q in zip(old, unadapted, strict=True)], abs=1e-5
         )
         assert by_column == pytest.approx([p + 2 for p in old], abs=1e-5)
-    assert max(abs(value) for row in of_rows for value in row) > 0.01, "the adapter does something"
+    assert max(abs(value) for row in of_rows for value in row) > 0.01, (
+        "the adapter does something"
+    )
     with pytest.raises(ValueError, match="ref_log_probs are not there"):
         compute(plain, BATCH, method, tiny_tokenizer())
     for unfit in (-reference, torch.full_like(reference, math.nan)[:1]):

@@ -24,7 +24,14 @@ from grail_advantage.model.interface import RankRounds
 from tests.core.common import some, watch_inputs
 from tests.core.test_hooks import hooks_of
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
-from tests.core.tiny_models import FAMILIES, ROLLOUTS, Rollout, compute, make_batch, tiny_model
+from tests.core.tiny_models import (
+    FAMILIES,
+    ROLLOUTS,
+    Rollout,
+    compute,
+    make_batch,
+    tiny_model,
+)
 
 BY_DAY = ("gemma2", "lfm2", "gpt_oss", "qwen3_next")
 NAMES = (*BY_DAY, "phi3, longrope", "doge", "bloom")
@@ -33,7 +40,13 @@ ALONE = {"phi3, longrope", "doge"}
 """Models whose responses depend on the longest one beside them, or on those after them."""
 BATCH = [
     ROLLOUTS[name]
-    for name in ("text after the box", "box at the end", "several boxes", "right", "empty box")
+    for name in (
+        "text after the box",
+        "box at the end",
+        "several boxes",
+        "right",
+        "empty box",
+    )
 ]
 METHODS: dict[str, Method] = {
     "grail": Grail(gate="all"),
@@ -61,7 +74,12 @@ def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor
         "groups": torch.zeros(len(BATCH)).long(),
         "examples": [example(rollout.prompt) for rollout in BATCH],
     }
-    arguments = model_of(name), make_batch(BATCH, padding), METHODS[method], tiny_tokenizer()
+    arguments = (
+        model_of(name),
+        make_batch(BATCH, padding),
+        METHODS[method],
+        tiny_tokenizer(),
+    )
     # Rows of any lengths go together.
     with patch.object(hugging_face, "LEAST_LENGTH", 0.0):
         return compute(*arguments, **parts, temperature=0.9, tokens=tokens).scores
@@ -72,7 +90,9 @@ def test_scores_are_those_of_one_at_a_time(name: str) -> None:
     chosen = [*METHODS][1:][NAMES.index(name) % 4 :: 4]
     for index, method in enumerate(["grail", *chosen]):
         padding = ("left", "right", "both")[index % 3]
-        alone, together = (scores_of(name, method, tokens, padding) for tokens in (1, 100_000))
+        alone, together = (
+            scores_of(name, method, tokens, padding) for tokens in (1, 100_000)
+        )
         assert torch.equal(alone.isnan(), together.isnan()) and alone.nan_to_num().any()
         # As a share of the response's largest score.
         largest_B1 = alone.nan_to_num().abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
@@ -96,7 +116,10 @@ def test_a_model_that_has_changed_is_asked_again() -> None:
 
 
 def weigh(
-    model: nn.Module, rollouts: list[Rollout], method: Method = METHODS["grail"], **options: Any
+    model: nn.Module,
+    rollouts: list[Rollout],
+    method: Method = METHODS["grail"],
+    **options: Any,
 ) -> Any:
     return compute(model, make_batch(rollouts), method, **options)
 
@@ -104,7 +127,9 @@ def weigh(
 def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
     """Each is its prompt and ten tokens, the last of which needs no forward; 16 tokens are less than three quarters of 22."""
     model = tiny_model()
-    rollouts = [Rollout("a" * length, r"b\boxed{1}", -1.0) for length in (5, 40, 91, 12, 41, 6, 39)]
+    rollouts = [
+        Rollout("a" * length, r"b\boxed{1}", -1.0) for length in (5, 40, 91, 12, 41, 6, 39)
+    ]
     weigh(model, rollouts, tokens=100)  # with the probe's forwards
     with watch_inputs(model.get_input_embeddings()) as shapes:
         weigh(model, rollouts, tokens=100)
@@ -144,7 +169,9 @@ def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(
 ) -> None:
     """Of two ranks with as many rows; the other one's probe finds a difference."""
     monkeypatch.setattr(
-        RankRounds, "most", lambda self, number: 1.0 if isinstance(number, float) else number
+        RankRounds,
+        "most",
+        lambda self, number: 1.0 if isinstance(number, float) else number,
     )
     model = tiny_model()
     weigh(model, BATCH[:3], tokens=100_000)
@@ -201,7 +228,9 @@ def states_of(model: Any) -> list[tuple[str, str]]:
                 states.append((group._sharded_state.name, group._training_state.name))
         elif isinstance(unit, FullyShardedDataParallel):
             is_sharded = unit._handle.is_sharded(unit._handle.flat_param)
-            states.append((("UNSHARDED", "SHARDED")[is_sharded], unit._handle._training_state.name))
+            states.append(
+                (("UNSHARDED", "SHARDED")[is_sharded], unit._handle._training_state.name)
+            )
     return states
 
 

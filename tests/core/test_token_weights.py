@@ -38,7 +38,8 @@ LEAVES = ("embeddings", "first", "middle", "last")
 MODELS = [(family, tied) for family in ("qwen3", "llama") for tied in (False, True)]
 PASSES = {"official": Grail("official"), "robust": Grail("robust"), "oar": Oar("gradient")}
 FEW_ROLLOUTS = [
-    ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")
+    ROLLOUTS[name]
+    for name in ("several boxes", "no box", "right, several boxes", "empty box")
 ]
 
 
@@ -92,7 +93,9 @@ def assert_matches(
     }
     scores[outside[config.gate]] = math.nan
     rtol = 2 * precision
-    torch.testing.assert_close(got.scores, scores, rtol=rtol, atol=1e-6 * rtol, equal_nan=True)
+    torch.testing.assert_close(
+        got.scores, scores, rtol=rtol, atol=1e-6 * rtol, equal_nan=True
+    )
     return got
 
 
@@ -122,7 +125,9 @@ NUMBERS = {
     st.sampled_from(["left", "right", "both"]),
     st.sampled_from([1.0, 0.25, 0.7, 3.0]),
     st.sampled_from(["official", "robust"]),
-    st.fixed_dictionaries({}, optional={key: st.sampled_from(v) for key, v in OPTIONS.items()}),
+    st.fixed_dictionaries(
+        {}, optional={key: st.sampled_from(v) for key, v in OPTIONS.items()}
+    ),
     st.sampled_from([{}, NUMBERS]),
 )
 def test_any_options_on_any_model(
@@ -138,14 +143,21 @@ def test_any_options_on_any_model(
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in FEW_ROLLOUTS[::2]]
     batch = make_batch([*FEW_ROLLOUTS, *zeros], padding, extra=3)
     assert_matches(
-        *subject(*kind, layers, double=True), batch, preset, temperature, **options, **numbers
+        *subject(*kind, layers, double=True),
+        batch,
+        preset,
+        temperature,
+        **options,
+        **numbers,
     )
 
 
 @pytest.mark.parametrize(
     ("family", "tied", "preset"), [("qwen3", False, "official"), ("llama", True, "robust")]
 )
-def test_presets_on_every_kind_of_rollout_in_float32(family: str, tied: bool, preset: str) -> None:
+def test_presets_on_every_kind_of_rollout_in_float32(
+    family: str, tied: bool, preset: str
+) -> None:
     for leaf in LEAVES:
         batch = make_batch(list(ROLLOUTS.values()), "both")
         got = assert_matches(*subject(family, tied), batch, preset, 0.6, leaf=leaf)
@@ -176,7 +188,10 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str) ->
     batch = make_batch([rollout, *not_scored], "both")
     # In the first call the model's positions are not known yet.
     compute(model, batch, Grail("official", target=target))
-    with watch_inputs(model.model.embed_tokens) as embedded, watch_inputs(model.lm_head) as headed:
+    with (
+        watch_inputs(model.model.embed_tokens) as embedded,
+        watch_inputs(model.lm_head) as headed,
+    ):
         compute(model, batch, Grail("official", target=target))
     # The last target needs no forward of its own: it is predicted at the token before it.
     last_target = rollout.response.index(last)
@@ -187,7 +202,9 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str) ->
 CPU = torch.device("cpu")
 OFFLOADS: dict[str, Callable[[Any], Any]] = {
     "all": lambda model: cpu_offload(model, CPU),
-    "one block": lambda model: cpu_offload(model.requires_grad_(False).model.layers[1], CPU),
+    "one block": lambda model: cpu_offload(
+        model.requires_grad_(False).model.layers[1], CPU
+    ),
     "disk": lambda model: disk_offload(model, tempfile.mkdtemp(), CPU),
 }
 

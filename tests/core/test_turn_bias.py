@@ -36,7 +36,9 @@ STOP = "stop"
 SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
 """What tools say, which is all that the policy sees, as token ids; between two turns, each of the one token TURN."""
 TURN = len(SAID)
-STATES = json.loads(Path(__file__).with_name("environment.json").read_text(encoding="utf-8"))
+STATES = json.loads(
+    Path(__file__).with_name("environment.json").read_text(encoding="utf-8")
+)
 """By what the policy saw and what it does: a logit, the reward, and what a tool then says, with probabilities."""
 LOGITS = {
     saw: {did: action["logit"] for did, action in actions.items()}
@@ -65,13 +67,18 @@ class Environment:
 
     parameters_P: torch.Tensor  # float64; its logits, which have a gradient
     steps: list[list[Step]]  # R responses
-    log_probs: list[torch.Tensor]  # of each response's turns, (K,), as functions of the parameters
-    chances_R: torch.Tensor  # float64; the probability of what the tools said, given the turns
+    # Of each response's turns, (K,), as functions of the parameters
+    log_probs: list[torch.Tensor]
+    # float64; the probability of what the tools said, given the turns
+    chances_R: torch.Tensor
 
     @property
     def probabilities_R(self) -> torch.Tensor:
         """Of each response, as a function of the parameters."""
-        return self.chances_R * torch.stack([turns_K.sum() for turns_K in self.log_probs]).exp()
+        return (
+            self.chances_R
+            * torch.stack([turns_K.sum() for turns_K in self.log_probs]).exp()
+        )
 
     @cached_property
     def turn_gradients(self) -> list[torch.Tensor]:
@@ -93,7 +100,11 @@ class Environment:
         ).sum()
 
     def expected_gradient(
-        self, name: str, options: Mapping[str, Any], size: int = 3, denominator: str = "constant"
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        size: int = 3,
+        denominator: str = "constant",
     ) -> torch.Tensor:
         """What a step's gradient is on average, (P,); before any clipping. The loss of a group of ``size`` is the sum over its
         tokens, divided by ``size``, or by the ``tokens`` of the group, or by ``size`` times those of each ``response``."""
@@ -104,13 +115,17 @@ class Environment:
         mean_P = torch.zeros_like(self.parameters_P)
         for number, group in enumerate(groups):
             # A group of the responses 0, 0, 1 comes in 3! / 2! orders.
-            orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
+            orders = math.factorial(size) / math.prod(
+                map(math.factorial, Counter(group).values())
+            )
             weight = orders * probabilities[list(group)].prod()
             turns = [len(self.steps[place]) for place in group]
             for member, place in enumerate(group):
-                count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[
-                    denominator
-                ]
+                count = {
+                    "constant": size,
+                    "tokens": sum(turns),
+                    "response": size * turns[member],
+                }[denominator]
                 advantages_K = of_turns_BK[number * size + member, : turns[member]]
                 mean_P += weight * (advantages_K @ self.turn_gradients[place]) / count
         return mean_P.detach()
@@ -125,7 +140,9 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
     }
     places = {
         step: place
-        for place, step in enumerate((s, d) for s, actions in logits.items() for d in actions)
+        for place, step in enumerate(
+            (s, d) for s, actions in logits.items() for d in actions
+        )
     }
     parameters_P = torch.tensor(
         [x for actions in logits.values() for x in actions.values()], dtype=torch.float64
@@ -152,7 +169,9 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
 
     go_on([], "", 1.0)
     log_probs = [torch.stack([log_prob(step) for step in steps_K]) for steps_K in steps]
-    return Environment(parameters_P, steps, log_probs, torch.tensor(chances, dtype=torch.float64))
+    return Environment(
+        parameters_P, steps, log_probs, torch.tensor(chances, dtype=torch.float64)
+    )
 
 
 def reward(steps: Sequence[Step]) -> float:
@@ -169,7 +188,10 @@ def turn_advantages(
     count = len(responses)
     answers = [[[SAID[saw], TURN] for saw, _ in steps[1:]] for steps in responses]
     tokens = [torch.tensor([TURN, *chain.from_iterable(response)]) for response in answers]
-    paid = [[TOOL_REWARDS[step] for step in steps if step in TOOL_REWARDS] for steps in responses]
+    paid = [
+        [TOOL_REWARDS[step] for step in steps if step in TOOL_REWARDS]
+        for steps in responses
+    ]
     rollouts = Rollouts(
         prompts=[torch.tensor([0])] * count,
         responses=tokens,
@@ -181,7 +203,8 @@ def turn_advantages(
         ),
         fields={
             "tool_rewards": [
-                list_a_turn(*response) for response in zip(paid, map(len, responses), strict=True)
+                list_a_turn(*response)
+                for response in zip(paid, map(len, responses), strict=True)
             ]
         },
     )
@@ -219,7 +242,9 @@ def _truth(policy: Environment) -> torch.Tensor:
     return policy.gradient(policy.expectation(reward))
 
 
-def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]) -> torch.Tensor:
+def _of_turns(
+    policy: Environment, value: Callable[[Sequence[Step], int], float]
+) -> torch.Tensor:
     """E[grad log pi(turn) * value], summed over turns."""
     total_P = torch.zeros_like(policy.parameters_P)
     probabilities_R = policy.probabilities_R.detach()
@@ -227,7 +252,8 @@ def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]
         probabilities_R, policy.steps, policy.turn_gradients, strict=True
     ):
         total_P = total_P + sum(
-            probability * value(steps, turn) * of_P for turn, of_P in enumerate(gradients_KP)
+            probability * value(steps, turn) * of_P
+            for turn, of_P in enumerate(gradients_KP)
         )
     return total_P.detach()
 
@@ -235,7 +261,9 @@ def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]
 def _returns(steps: Sequence[Step], turn: int, gamma: float = 1.0) -> float:
     """Discounted rewards from a turn on."""
     rewards = [*(TOOL_REWARDS[step] for step in steps[:-1]), OUTCOMES[steps[-1]]]
-    return sum(gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards)))
+    return sum(
+        gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards))
+    )
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -248,7 +276,9 @@ def test_turn_rloo_is_the_true_gradient(stops: bool) -> None:
         _close(_of_turns(policy, value), _truth(policy))
     for size in SIZES:
         for options in ({}, {"stopped": "zero"}):
-            _close(policy.expected_gradient("turn_rloo", options, size=size), _truth(policy))
+            _close(
+                policy.expected_gradient("turn_rloo", options, size=size), _truth(policy)
+            )
 
 
 def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
@@ -287,13 +317,17 @@ def test_the_others_are_biased() -> None:
                 )
 
 
-def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not() -> None:
+def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not() -> (
+    None
+):
     policy = environment(stops=False)
     exact_P = _truth(policy)
     options = {"gamma": 1.0, **PLAIN}
     _close(policy.expected_gradient("turn_grpo", options), 2 / 3 * exact_P)
     assert (
-        compared(policy.expected_gradient("turn_grpo", {**options, "deviation": True}), exact_P)[1]
+        compared(
+            policy.expected_gradient("turn_grpo", {**options, "deviation": True}), exact_P
+        )[1]
         > 0.02
     )
 
@@ -304,6 +338,7 @@ def test_denominators_that_the_policy_chooses() -> None:
         for stops in (True, False):
             policy = environment(stops=stops)
             _, rest = compared(
-                policy.expected_gradient("turn_rloo", {}, denominator=denominator), _truth(policy)
+                policy.expected_gradient("turn_rloo", {}, denominator=denominator),
+                _truth(policy),
             )
             assert rest > 0.02 if stops else rest < EXACT

@@ -102,7 +102,9 @@ def _return(talk: Talk, turn: int, gamma: float) -> float:
     )
 
 
-def _compared(value: float, returns: list[float], deviation: bool, epsilon: float = 1e-6) -> float:
+def _compared(
+    value: float, returns: list[float], deviation: bool, epsilon: float = 1e-6
+) -> float:
     if len(returns) == 1:
         return 0.0
     divisor = statistics.stdev(returns) + epsilon if deviation else 1.0
@@ -116,7 +118,9 @@ def plain_turn_rloo(
     values = []
     for turn in range(len(talk.turns)):
         with_turn = [
-            _return(sibling, turn, gamma) for sibling in siblings if len(sibling.turns) > turn
+            _return(sibling, turn, gamma)
+            for sibling in siblings
+            if len(sibling.turns) > turn
         ]
         if stopped == "zero":
             with_turn += [0.0] * (len(siblings) - len(with_turn))
@@ -137,7 +141,11 @@ def plain_mt_grpo(
     # In a conversation without a call the one turn has all that is earned.
     outcome = advantage(lambda member_talk: member_talk.outcome)
     if not talk.rewards:
-        return [advantage(lambda member_talk: math.fsum(member_talk.rewards) + member_talk.outcome)]
+        return [
+            advantage(
+                lambda member_talk: math.fsum(member_talk.rewards) + member_talk.outcome
+            )
+        ]
     return [
         outcome + alpha * advantage(lambda member_talk: math.fsum(member_talk.rewards)),
         *[outcome] * len(talk.rewards),
@@ -149,13 +157,19 @@ def plain_turn_grpo(
 ) -> list[float]:
     values = []
     for turn in range(len(talk.turns)):
-        returns = [_return(member, turn, gamma) for member in group if len(member.turns) > turn]
+        returns = [
+            _return(member, turn, gamma) for member in group if len(member.turns) > turn
+        ]
         values.append(_compared(_return(talk, turn, gamma), returns, deviation))
     return values
 
 
 def plain_gigpo(
-    talk: Talk, group: list[Talk], gamma: float = 0.95, omega: float = 1.0, deviation: bool = True
+    talk: Talk,
+    group: list[Talk],
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    deviation: bool = True,
 ) -> list[float]:
     outcome = plain_turn_grpo(talk, group, 1.0, deviation)[0]
     values = []
@@ -167,7 +181,9 @@ def plain_gigpo(
             if answer == heard
         ]
         returns = [_return(member, place, gamma) for member, place in places]
-        values.append(outcome + omega * _compared(_return(talk, turn, gamma), returns, deviation))
+        values.append(
+            outcome + omega * _compared(_return(talk, turn, gamma), returns, deviation)
+        )
     return values
 
 
@@ -188,7 +204,9 @@ def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
         of_turns = PLAIN[name][0](
             talk, [member for member in talks if member.group == talk.group], **options
         )
-        of_tokens = [value for turn, value in zip(talk.turns, of_turns, strict=True) for _ in turn]
+        of_tokens = [
+            value for turn, value in zip(talk.turns, of_turns, strict=True) for _ in turn
+        ]
         advantages.append([0.0] * len(of_tokens) if talk.masked else of_tokens)
     return advantages
 
@@ -221,7 +239,9 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
             ):
                 of_tokens = np.array(turns_to_tokens(turn_values, talk.written))
                 wrote = np.array(talk.written)
-                assert of_tokens[wrote] == pytest.approx(expected_values, rel=1e-10, abs=1e-10)
+                assert of_tokens[wrote] == pytest.approx(
+                    expected_values, rel=1e-10, abs=1e-10
+                )
                 assert not of_tokens[~wrote].any()
 
 
@@ -245,11 +265,13 @@ def test_how_rewards_by_turn_are_aligned() -> None:
     for case in [*ALIGNED, arrays]:
         rewards = [0.0] if case["options"].get("align") == "turns" else []
         r = batch_of(
-            [THREE, Talk(["a"], [], [], 0.0)], fields={"tool_rewards": [case["rewards"], rewards]}
+            [THREE, Talk(["a"], [], [], 0.0)],
+            fields={"tool_rewards": [case["rewards"], rewards]},
         )
-        assert token_advantages(build("turn_rloo", case["options"]), r)[0] == case["advantages"], (
-            case
-        )
+        assert (
+            token_advantages(build("turn_rloo", case["options"]), r)[0]
+            == case["advantages"]
+        ), case
     talks = [THREE, Talk(["a"], [], [0.5, 0.25, 0.25], 0.0)]
     assert token_advantages(build("turn_rloo"), batch_of(talks)) == [[10, 9, 7], [-10]], (
         "all calls of the only turn"
@@ -284,7 +306,9 @@ def test_what_is_uncertain_trains_nothing_and_is_named(
             r.masked[many] = True
         else:
             r.fields["tool_rewards"][many] = rewards
-            assert weighed(method, r).metrics["non_finite_rate"] == pytest.approx(1 / len(talks))
+            assert weighed(method, r).metrics["non_finite_rate"] == pytest.approx(
+                1 / len(talks)
+            )
         advantages = token_advantages(method, r)
         assert name in caplog.text and f"key_{many}" in caplog.text
         assert set(advantages.pop(many)) == {0.0}
@@ -294,7 +318,9 @@ def test_what_is_uncertain_trains_nothing_and_is_named(
 
 def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
     """A conversation cut into rows, each with the turns from one compression of its context to the next."""
-    cuts = sorted(draw.sample(range(1, len(talk.turns)), draw.randint(0, len(talk.turns) - 1)))
+    cuts = sorted(
+        draw.sample(range(1, len(talk.turns)), draw.randint(0, len(talk.turns) - 1))
+    )
     # lists, so that nothing is ambiguous
     rewards = [[reward] for reward in (*talk.rewards, None)]
     rows = []
@@ -343,7 +369,9 @@ def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
         close(joined, plain(name, talks), 1e-5)
 
 
-def test_plain_lists_with_sessions_and_without_certainty(caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_lists_with_sessions_and_without_certainty(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     # The third row has no reward of its own: it ends the first row's conversation, whose outcome is 1.
     rows = turn_advantages(
         [[0.5, [1, 1]], [0.0], [None], [2.0]], [7.0, 0.0, 1.0, 0.0], "pppp", sessions="abac"
@@ -353,7 +381,11 @@ def test_plain_lists_with_sessions_and_without_certainty(caplog: pytest.LogCaptu
     without = turn_advantages(
         [[math.inf], [0.0], [2.0]], [0.0] * 3, "ppp", keys=["first", "b", "c"]
     )
-    assert without == [[0.0], [-2.0], [2.0]] and "first" in caplog.text and "inf" in caplog.text
+    assert (
+        without == [[0.0], [-2.0], [2.0]]
+        and "first" in caplog.text
+        and "inf" in caplog.text
+    )
     assert turn_advantages([], [], []) == [] and turn_advantages([[]], [1.0], ["p"]) == [[]]
 
 
@@ -398,13 +430,19 @@ PICTURES: list[tuple[dict[str, Any], list[str]]] = [
 def test_what_matches_is_inside() -> None:
     r = batch_of(SUMS)
     for options, pictures in PICTURES:
-        values = {"#": options.get("inside", 1.0), ".": options.get("outside", 0.0), "1": 1.0}
+        values = {
+            "#": options.get("inside", 1.0),
+            ".": options.get("outside", 0.0),
+            "1": 1.0,
+        }
         weights = of_rows(weighed(Pattern(**options), r).weights, r)
         close(weights, [[values[sign] for sign in picture] for picture in pictures])
 
 
 def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
-    w = weighed(Pattern(expression="(a|aa)+$"), batch_of([sentence(1.0, "a" * 60 + "b"), SUMS[0]]))
+    w = weighed(
+        Pattern(expression="(a|aa)+$"), batch_of([sentence(1.0, "a" * 60 + "b"), SUMS[0]])
+    )
     assert w.failed.tolist() == [True, False]
     assert w.weights[0].tolist() == [1.0] * 62
 
@@ -425,7 +463,8 @@ def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside() ->
 def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
     """Over characters, with sums over all pairs of responses."""
     steps_of = {
-        id(row): re.findall(r"[^;]*;+|[^;]+$", row.text.removesuffix(END)) or [""] for row in rows
+        id(row): re.findall(r"[^;]*;+|[^;]+$", row.text.removesuffix(END)) or [""]
+        for row in rows
     }
     used = [row for row in rows if not row.masked and math.isfinite(row.advantage)]
 
@@ -437,7 +476,9 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
         if place == len(steps_of[id(row)]) - 1:
             return row.advantage
         siblings = [
-            (sibling, steps_of[id(sibling)]) for sibling in used if sibling.group == row.group
+            (sibling, steps_of[id(sibling)])
+            for sibling in used
+            if sibling.group == row.group
         ]
         current = state(steps_of[id(row)][place])
         same_state = []
@@ -469,7 +510,8 @@ def test_step_values_against_loops(seed: int) -> None:
     rows = []
     for group in [*range(3)] * 8:
         steps = [
-            draw.choice(["1=-2", "so 3", "say", "say it", "4"]) for _ in range(draw.randint(1, 4))
+            draw.choice(["1=-2", "so 3", "say", "say it", "4"])
+            for _ in range(draw.randint(1, 4))
         ]
         text = "".join(step + draw.choice([";", ";;"]) for step in steps).rstrip(
             ";" * draw.randint(0, 1)
@@ -479,7 +521,9 @@ def test_step_values_against_loops(seed: int) -> None:
         )
         rows.append(sentence(advantage, text, group, masked=draw.random() < 0.15))
     for shrink in (1.0, 0.0, 2.5):
-        advantages = token_advantages(StepValues(separator=";+", shrink=shrink), batch_of(rows))
+        advantages = token_advantages(
+            StepValues(separator=";+", shrink=shrink), batch_of(rows)
+        )
         close(advantages, plain_step_values(rows, shrink), 1e-5)
 
 

@@ -44,7 +44,11 @@ class Doubled(Method):
     statistics: Any = "reasoning"
 
     def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Rollouts) -> Weights:
-        assert among.dtype == torch.bool and scores.isfinite().all() and (scores[~among] == 1).all()
+        assert (
+            among.dtype == torch.bool
+            and scores.isfinite().all()
+            and (scores[~among] == 1).all()
+        )
         return Weights(2 * scores, lowest=2.0, highest=6.0, elsewhere=0.5)
 
 
@@ -57,7 +61,9 @@ class Advantages(AdvantageMethod):
 def rollouts(
     lengths: Sequence[int], spans: Sequence[Any], advantages: Sequence[float], **parts: Any
 ) -> Rollouts:
-    return rollouts_of([[0] * length for length in lengths], advantages, spans=spans, **parts)
+    return rollouts_of(
+        [[0] * length for length in lengths], advantages, spans=spans, **parts
+    )
 
 
 def run(
@@ -83,11 +89,15 @@ SPANS = [
     AnswerSpan(2, 2, 3, 3),
     AnswerSpan(2, 3, 3, 4),
 ]
-FOUR = rollouts([4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0], columns={"entropy": torch.ones(4, 4)})
+FOUR = rollouts(
+    [4, 4, 3, 4], SPANS, [-1.0, -1.0, -1.0, 2.0], columns={"entropy": torch.ones(4, 4)}
+)
 ONES = [[1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
 """Of all but the first."""
 CHOSEN = (True, True, True, False)
-SCORES = torch.tensor([[1.0, 3.0, NAN, NAN], [NAN] * 4, [2.0, INF, 5.0, 5.0], [7.0, 7.0, 7.0, 7.0]])
+SCORES = torch.tensor(
+    [[1.0, 3.0, NAN, NAN], [NAN] * 4, [2.0, INF, 5.0, 5.0], [7.0, 7.0, 7.0, 7.0]]
+)
 
 
 def test_weights_before_the_answer_and_elsewhere() -> None:
@@ -120,7 +130,9 @@ def test_what_a_map_may_give() -> None:
 
 def test_given_advantages() -> None:
     """Response 1 has a score that is not finite, response 2 is not selected, response 3 does not train."""
-    r = rollouts([3, 3, 2, 3], [None] * 4, [1.0, 2.0, 3.0, 4.0], masked=torch.tensor([0, 0, 0, 1]))
+    r = rollouts(
+        [3, 3, 2, 3], [None] * 4, [1.0, 2.0, 3.0, 4.0], masked=torch.tensor([0, 0, 0, 1])
+    )
     scores = [[-5.0, 0.0, 6.0], [1.0, NAN, 1.0], [9.0] * 3, [8.0] * 3]
     chosen = [True, True, False, True]
     # The scores themselves, else the response's own advantage.
@@ -156,7 +168,9 @@ def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
     w = weigh(FOUR, Doubled(statistics="response"), OfRows(torch.tensor([4.0, 2.0])))
     expected = torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4)
     torch.testing.assert_close(w.scores, expected, equal_nan=True)
-    with pytest.raises(ValueError, match=r"^doubled: .* 4 scores for a response of 3 tokens"):
+    with pytest.raises(
+        ValueError, match=r"^doubled: .* 4 scores for a response of 3 tokens"
+    ):
         weigh(FOUR, Doubled(), OfRows(torch.zeros(4)))
 
 
@@ -208,7 +222,9 @@ def test_grail_of_random_batches_against_the_plain_computation(
             # Counted in tokens that train, as the scores are.
             span = tuple(sum(row.trained[:bound]) for bound in dataclasses.astuple(answer))
         resolved = reference.resolve(preset, **options)
-        expected = reference.row_weights(scores[row.tokens].tolist(), span, row.advantage, resolved)
+        expected = reference.row_weights(
+            scores[row.tokens].tolist(), span, row.advantage, resolved
+        )
         assert weights[row.tokens].tolist() == pytest.approx(expected, rel=2e-5, abs=2e-5)
     if not config.normalize_mass and config.reshaper == "log_zscore":
         for flagged, bound in ((got.low, config.weight_min), (got.high, config.weight_max)):
@@ -242,7 +258,9 @@ def test_a_token_has_the_saliency_of_its_position(alignment: str) -> None:
     tokens = torch.tensor([5, 9, 2, 7, 1, 8, 3, 4])
     prepared = method.prepare(Row(tokens, 3, 5, None, -1.0, 0, 0), tokenizer)
     # Nothing after the target matters: it is the token at 5.
-    assert prepared.tokens.tolist() == tokens[:6].tolist(), "nothing after the target matters"
+    assert prepared.tokens.tolist() == tokens[:6].tolist(), (
+        "nothing after the target matters"
+    )
     reader = HuggingFaceModel(model, tokenizer, 0.5, torch.device("cpu"), None, 0)
     (got,) = method.run([prepared], reader)
 
@@ -278,7 +296,9 @@ def test_columns_by_hand() -> None:
     """Of what the random responses below have not: advantage, log-probabilities, entropies and span of each, and weights."""
     for line in Path(__file__).with_name("columns.jsonl").read_text().splitlines():
         case = json.loads(line)
-        rows = [Columns(*columns, span and AnswerSpan(*span)) for *columns, span in case["rows"]]
+        rows = [
+            Columns(*columns, span and AnswerSpan(*span)) for *columns, span in case["rows"]
+        ]
         close(weights_of(build(case["method"], case["options"]), rows), case["weights"])
 
 
@@ -300,10 +320,16 @@ def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
 
     # By tokens (0.125 + 7 * 0.225) / 8 = 0.2125, by responses (0.125 + 0.225) / 2 = 0.175.
     rows = [Columns(1.0, [-1.0], [LOW]), Columns(-1.0, [-1.0] * 7, [0.225] * 7)]
-    for threshold, by_tokens, by_rows in ((0.15, 1.0, 1.0), (0.2, 1.0, 1.1), (0.25, 1.1, 1.1)):
+    for threshold, by_tokens, by_rows in (
+        (0.15, 1.0, 1.0),
+        (0.2, 1.0, 1.1),
+        (0.25, 1.1, 1.1),
+    ):
         method = Stare(threshold=threshold)
         close(weights_of(method, rows), [[by_tokens], [1] * 7])
-        close(weights_of(method, rows, mean=mean_of_row_means, extra=2), [[by_rows], [1] * 7])
+        close(
+            weights_of(method, rows, mean=mean_of_row_means, extra=2), [[by_rows], [1] * 7]
+        )
 
 
 MAP_OPTIONS: dict[str, dict[str, list]] = {
@@ -361,11 +387,18 @@ CASES = [
     normalize_mass=st.booleans(),
 )
 def test_against_loops(
-    name: str, reshaper: str, data: st.DataObject, seed: int, extra: int, normalize_mass: bool
+    name: str,
+    reshaper: str,
+    data: st.DataObject,
+    seed: int,
+    extra: int,
+    normalize_mass: bool,
 ) -> None:
     """Responses of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""
     rows = random_rows(seed)
-    options = {key: data.draw(st.sampled_from(values)) for key, values in OF_METHOD[name].items()}
+    options = {
+        key: data.draw(st.sampled_from(values)) for key, values in OF_METHOD[name].items()
+    }
     if name != "polarity":
         options["normalize_mass"] = normalize_mass
     of_map = {
@@ -394,7 +427,9 @@ def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: st
         for score in (0.0, 1e-6, 0.3):
             scores = torch.full((1, length), score, dtype=torch.float64)
             weights = MAPS[name].function(scores, torch.ones_like(scores).bool()).values
-            assert name == "top" or weights[0].tolist() == pytest.approx([1.0] * length, abs=1e-6)
+            assert name == "top" or weights[0].tolist() == pytest.approx(
+                [1.0] * length, abs=1e-6
+            )
     # No response, or no token.
     for shape in ((0, 4), (3, 0), (0, 0)):
         nothing = torch.zeros(shape)

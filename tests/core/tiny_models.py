@@ -42,7 +42,9 @@ def id_to_character() -> dict[int, str]:
 def encode(text: str) -> list[int]:
     """Token ids, one a character; a trailing ``<end>`` is the end token."""
     body = text.removesuffix(END)
-    return [CHARACTERS.index(character) for character in body] + [END_ID] * text.endswith(END)
+    return [CHARACTERS.index(character) for character in body] + [END_ID] * text.endswith(
+        END
+    )
 
 
 SIZES = {
@@ -62,7 +64,12 @@ SIZES = {
 
 
 def tiny_model(
-    family: str = "qwen3", *, tied: bool = False, layers: int = 4, seed: int = 0, **options: Any
+    family: str = "qwen3",
+    *,
+    tied: bool = False,
+    layers: int = 4,
+    seed: int = 0,
+    **options: Any,
 ) -> Any:
     """A freshly drawn float32 model in evaluation mode; ``options`` go into its configuration."""
     sizes = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": tied, **options}
@@ -93,7 +100,8 @@ FAMILY_SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "moe_intermediate_size"), 32),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer"), 2),
     **dict.fromkeys(
-        ("num_attention_heads", "num_heads", "n_head", "num_experts", "num_local_experts"), 4
+        ("num_attention_heads", "num_heads", "n_head", "num_experts", "num_local_experts"),
+        4,
     ),
     "vocab_size": 100,
     "max_position_embeddings": 256,
@@ -124,7 +132,9 @@ class Family:
         """The tiny configuration, with other sizes where they are given."""
         config_class = transformers.CONFIG_MAPPING[self.model_type]
         names = {*inspect.signature(config_class.__init__).parameters, "dtype"}
-        sizes = {name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names}
+        sizes = {
+            name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names
+        }
         return config_class(**sizes | self.options, attn_implementation=self.attention)
 
     def build(self, **sizes: Any) -> PreTrainedModel:
@@ -145,7 +155,9 @@ FAMILIES = {
     "bloom": Family("bloom", attention="eager"),
     "gemma2": Family("gemma2", {"sliding_window": 20}),
     "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),
-    "llama, dynamic": Family("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 32}),
+    "llama, dynamic": Family(
+        "llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 32}
+    ),
     # Positions of its own; sinks; frequencies by the longest response; not causal; draws in training; every kind at once.
     "ministral3": Family("ministral3"),
     "gpt_oss": Family("gpt_oss", {"sliding_window": 20}, "eager"),
@@ -230,12 +242,18 @@ def plain_columns(
 ) -> tuple[list, list]:
     """Log-probabilities and entropies of a response: alone, by all logits and in loops."""
     with torch.no_grad():
-        logits_SV = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
+        logits_SV = (
+            model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
+        )
     log_probs = []
     entropies = []
-    for logits_V, token in zip(logits_SV[len(prompt) - 1 :].tolist(), response, strict=False):
+    for logits_V, token in zip(
+        logits_SV[len(prompt) - 1 :].tolist(), response, strict=False
+    ):
         total = math.fsum(map(math.exp, logits_V))
         log_probs.append(logits_V[token] - math.log(total))
         # H = log Z - sum p x
-        entropies.append(math.log(total) - math.fsum(x * math.exp(x) / total for x in logits_V))
+        entropies.append(
+            math.log(total) - math.fsum(x * math.exp(x) / total for x in logits_V)
+        )
     return log_probs, entropies

@@ -23,7 +23,9 @@ TokenWeightGRPOTrainer: Any = getattr(importlib.import_module(module), name)
 class Boxed(ORM):
     """1 where the last box holds the answer."""
 
-    def __call__(self, completions: list[str], solution: list[str], **_: Any) -> list[float]:
+    def __call__(
+        self, completions: list[str], solution: list[str], **_: Any
+    ) -> list[float]:
         return [
             float(boxed_answer(text) == answer)
             for text, answer in zip(completions, solution, strict=True)
@@ -34,11 +36,15 @@ class RecordedTrainer(TokenWeightGRPOTrainer):
     def _postprocess_batch(self, samples: list[Any], batches: list[dict[str, Any]]) -> None:
         policy = {
             key: values.clone()
-            for key, values in self.accelerator.unwrap_model(self.model).state_dict().items()
+            for key, values in self.accelerator.unwrap_model(self.model)
+            .state_dict()
+            .items()
         }
         super()._postprocess_batch(samples, batches)
         step = self.state.global_step
-        inputs = [{**batch["model_inputs"], **vars(batch["grpo_batch"])} for batch in batches]
+        inputs = [
+            {**batch["model_inputs"], **vars(batch["grpo_batch"])} for batch in batches
+        ]
         torch.save(
             {
                 "policy": policy,
@@ -46,15 +52,21 @@ class RecordedTrainer(TokenWeightGRPOTrainer):
                 "base": torch.stack([sample.advantages for sample in samples]),
                 "responses": [sample.response_token_ids for sample in samples],
             },
-            Path(os.environ["RECORD"], f"step_{step}_of_{self.accelerator.process_index}.pt"),
+            Path(
+                os.environ["RECORD"], f"step_{step}_of_{self.accelerator.process_index}.pt"
+            ),
         )
 
-    def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, grpo_batch: Any) -> Any:
+    def _compute_loss_and_metrics(
+        self, model: Any, model_inputs: Any, grpo_batch: Any
+    ) -> Any:
         # Two optimiser steps a rollout
         if self.state.global_step >= 2 * FIRST_FAULT:
             mask = grpo_batch.completion_mask
             grpo_batch = copy.copy(grpo_batch)
-            mean = (grpo_batch.advantages * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+            mean = (grpo_batch.advantages * mask).sum(1, keepdim=True) / mask.sum(
+                1, keepdim=True
+            )
             grpo_batch.advantages = mean * mask
         return super()._compute_loss_and_metrics(model, model_inputs, grpo_batch)
 

@@ -87,7 +87,10 @@ def copy_weights(trainer: Any) -> None:
     model = trainer.actor.model.module
     is_sharded = trainer.strategy.args.ds.zero_stage == 3
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=is_sharded):
-        state = {name: values.detach().clone().cpu() for name, values in model.state_dict().items()}
+        state = {
+            name: values.detach().clone().cpu()
+            for name, values in model.state_dict().items()
+        }
     if torch.distributed.get_rank() == 0:
         ray.get([engine.load.remote(state) for engine in trainer.vllm_engines])
     torch.distributed.barrier()
@@ -99,7 +102,8 @@ def record_steps(maker_class: type) -> None:
     parent = maker_class.__bases__[0]
 
     def recorded(maker: Any, experiences: list[Any]) -> list[Any]:
-        unweighted = parent.compute_advantages_and_returns(maker, copy.deepcopy(experiences))  # type: ignore[attr-defined]
+        copied = copy.deepcopy(experiences)
+        unweighted = parent.compute_advantages_and_returns(maker, copied)  # type: ignore[attr-defined]
         weighed = weigh_experiences(maker, experiences)
         step = [
             (vars(inputs), results.advantages)
@@ -136,7 +140,9 @@ class Engine:
 
         torch.manual_seed(seed)
         self.executor = SingleTurnAgentExecutor(remote_rm_url)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.bfloat16
+        ).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.updates = 0
 
@@ -180,7 +186,9 @@ def reward_func(
     """1 where the last box holds the answer; OpenRLHF loads it from this file."""
     from verl_cpu.tiny.task import boxed_answer
 
-    responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    responses = [
+        query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)
+    ]
     rewards = [
         float(boxed_answer(response) == label)
         for response, label in zip(responses, labels, strict=True)
@@ -212,7 +220,9 @@ def main() -> None:
         num_gpus=4,
         include_dashboard=False,
         object_store_memory=2**28,
-        runtime_env={"worker_process_setup_hook": "tests.other_hosts.openrlhf_cpu.patch_process"},
+        runtime_env={
+            "worker_process_setup_hook": "tests.other_hosts.openrlhf_cpu.patch_process"
+        },
     )
     openrlhf.main()
 

@@ -82,10 +82,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, module: str, flags: Sequence[str], status: int = 0, **variables: str) -> str:
+def run(
+    folder: Path, module: str, flags: Sequence[str], status: int = 0, **variables: str
+) -> str:
     """The output of a command in the folder, with nothing fetched or sent; another status than this fails the test."""
     path = [str(ROOT), str(ROOT / "packages/verl-cpu"), str(Path(sys.prefix) / "hosts")]
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path), **variables}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(path),
+        **variables,
+    }
     done = subprocess.run(
         [sys.executable, "-m", module, *flags],
         cwd=folder,
@@ -115,7 +122,9 @@ def check_receipts(folder: Path, tokens: Sequence[int]) -> None:
     # The fault is planted in the third rollout.
     assert list(mismatches.values()) == [set()] * (ROLLOUTS - 1) + [{"flattened"}], records
     for step, count in zip(steps, tokens, strict=True):
-        assert sum(record["tokens"] for record in records if record["step"] == step) == count
+        assert (
+            sum(record["tokens"] for record in records if record["step"] == step) == count
+        )
 
 
 def check_advantages(
@@ -198,7 +207,9 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
 def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
     devices = ["--actor.num_gpus_per_node", str(ranks), "--ds.zero_stage", str(zero_stage)]
     flags = [*OPENRLHF.split(), *devices]
-    output = run(folder, "tests.other_hosts.openrlhf_cpu", [*flags, "--algo.kl.init_coef", "0"])
+    output = run(
+        folder, "tests.other_hosts.openrlhf_cpu", [*flags, "--algo.kl.init_coef", "0"]
+    )
     assert "'grail/selected_rate': " in output
     assert "'receipt/mismatches': 0" in output
     tokens = []
@@ -217,15 +228,20 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
             )
 
         response = rows_of("action_mask", 1)
-        base = rows_of("advantages", 1).gather(1, response.argmax(dim=1, keepdim=True))[:, 0]
+        base = rows_of("advantages", 1).gather(1, response.argmax(dim=1, keepdim=True))[
+            :, 0
+        ]
         advantages = pad_sequence(
-            [pad(row, (1, 0)) for _, weighed in recorded for row in weighed], batch_first=True
+            [pad(row, (1, 0)) for _, weighed in recorded for row in weighed],
+            batch_first=True,
         )
         truncated = torch.cat([inputs["truncated"] for inputs, _ in recorded])
         rows = rows_of("sequences"), rows_of("attention_mask"), response
         # On several ranks responses go through the model in other micro-batches, which in bf16 changes the last bits.
         tolerance = 0.0 if ranks == 1 else 0.02
-        differences.append(check_advantages(policy, rows, base, truncated, advantages, tolerance))
+        differences.append(
+            check_advantages(policy, rows, base, truncated, advantages, tolerance)
+        )
         tokens.append(int(response.sum()))
     assert max(differences) > 1
     check_receipts(folder, tokens)

@@ -40,7 +40,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_the_tool_by_hand() -> None:
-    assert check(CHAIN, 0, "7+5=12") == ("12", 1.0) and check(CHAIN, 0, "7+5=11") == ("12", -1.0)
+    assert check(CHAIN, 0, "7+5=12") == ("12", 1.0) and check(CHAIN, 0, "7+5=11") == (
+        "12",
+        -1.0,
+    )
     assert check(CHAIN, 0, "12-3=9") == ("12", -1.0), (
         "a step too early takes up the first one all the same"
     )
@@ -55,7 +58,9 @@ class Writer:
         self.turns = iter(turns)
         self.asked: list[list[int]] = []
 
-    async def generate(self, request_id: str, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], **_: Any
+    ) -> TokenOutput:
         self.asked.append(list(prompt_ids))
         ids = next(self.turns)
         return TokenOutput(token_ids=ids, log_probs=[-0.5] * len(ids))
@@ -74,7 +79,11 @@ def run_loop(
     calls: int = 1,
 ) -> tuple[Any, Writer]:
     """What verl's loop makes of a model that writes these turns, each with an end token; with this many parallel calls."""
-    turns = {"format": "hermes", "max_assistant_turns": MAX_TURNS, "max_parallel_calls": calls}
+    turns = {
+        "format": "hermes",
+        "max_assistant_turns": MAX_TURNS,
+        "max_parallel_calls": calls,
+    }
     overrides = ["data.max_prompt_length=32", f"data.max_response_length={length}"]
     for name, value in turns.items():
         overrides.append(f"actor_rollout_ref.rollout.multi_turn.{name}={value}")
@@ -128,7 +137,11 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
         ids += response + reply
         # The reply is not the model's own.
         mask += [1] * len(response) + [0] * len(reply)
-    assert (output.prompt_ids, output.response_ids, output.response_mask) == (prompt, ids, mask)
+    assert (output.prompt_ids, output.response_ids, output.response_mask) == (
+        prompt,
+        ids,
+        mask,
+    )
     extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
     text = tokenizer.decode(output.response_ids, skip_special_tokens=True)
     expected = {"score": sum(rewards), "acc": perfect, "turn_rewards": rewards}

@@ -37,7 +37,9 @@ def run(folder: Path, name: str, lines: list, *options: str) -> int:
     sets = ["--train", "none", "--benchmarks", name]
     if SPECS[name].split == "train":
         sets = ["--train", name, "--benchmarks", "none"]
-    return main([*sets, "--local-dir", str(folder), "--output-dir", str(folder / "out"), *options])
+    return main(
+        [*sets, "--local-dir", str(folder), "--output-dir", str(folder / "out"), *options]
+    )
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -46,7 +48,12 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> None:
     """verl concatenates its validation files, which fails where a column's type differs."""
-    sets = ["--train", "deepmath", "--benchmarks", "math500,aime24,amc23,minerva_math,gsm8k"]
+    sets = [
+        "--train",
+        "deepmath",
+        "--benchmarks",
+        "math500,aime24,amc23,minerva_math,gsm8k",
+    ]
     assert main(["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path), *sets]) == 0
     tables = {path.stem: pq.read_table(path) for path in tmp_path.glob("*.parquet")}
     assert len(tables) == 6 and pa.concat_tables(tables.values())
@@ -54,7 +61,9 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
     assert rows == {name: golden(name) for name in tables}
     # Of the other two a file has the published problems alone, in their order.
     for name in ("college_math", "olympiadbench"):
-        lines = map(json.loads, (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
+        lines = map(
+            json.loads, (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        )
         rows[name] = [
             convert(SPECS[name], line) for line in lines if line.get("subject") != "Physics"
         ]
@@ -72,7 +81,9 @@ def test_gold_and_prompt() -> None:
     # Blanks around it go; a whole float loses its fraction.
     golds = {"$2$ ": "$2$", -3.0: "-3", 0.125: "0.125", r"\boxed{204}": "204"}
     assert {value: read_gold(value, "plain") for value in golds} == golds
-    content = "Add $1$. Please reason step by step, and put your final answer within \\boxed{}."
+    content = (
+        "Add $1$. Please reason step by step, and put your final answer within \\boxed{}."
+    )
     expected = [{"role": "user", "content": content}]
     assert user_messages("  Add $1$.\n") == user_messages(f"{content}\n") == expected
 
@@ -87,7 +98,12 @@ def test_the_published_problems_are_found(
     for place, id in enumerate([*ids, "another", "one more"]):
         # College-Math names a problem by its source and number, OlympiadBench by an id.
         source, _, number = id.rpartition("/")
-        row = {"data_source": source, "question_number": number, "id": id, SPECS[name].gold: "2"}
+        row = {
+            "data_source": source,
+            "question_number": number,
+            "id": id,
+            SPECS[name].gold: "2",
+        }
         rows.append({**row, "question": f"Problem {place}?"})
     lines = random.Random(0).sample(rows, len(rows))
     # Problems of physics are of another task.
@@ -99,7 +115,10 @@ def test_the_published_problems_are_found(
     assert [row["extra_info"]["id"] for row in prepared] == ids
     # Without the eighth problem the set is refused.
     assert run(tmp_path, name, rows[:7] + rows[8:]) == 1
-    assert f"such as {ids[7]}; take the full set ({SPECS[name].hub})" in capsys.readouterr().err
+    assert (
+        f"such as {ids[7]}; take the full set ({SPECS[name].hub})"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
@@ -125,7 +144,10 @@ def test_a_bad_row_is_dropped(
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
     assert f"dropped: {tmp_path / name}.jsonl, line 3: " in capsys.readouterr().err
     assert pq.read_table(tmp_path / f"out/{name}.parquet").num_rows == 21
-    assert run(tmp_path / "many", name, [good, row]) == 1 and not (tmp_path / "many/out").exists()
+    assert (
+        run(tmp_path / "many", name, [good, row]) == 1
+        and not (tmp_path / "many/out").exists()
+    )
 
 
 def test_the_training_split_is_no_benchmark(tmp_path: Path) -> None:
@@ -155,7 +177,14 @@ def test_the_hub(
     hub.mkdir()
     (hub / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20 + bad)
     # The hub's AIME copy has its rows in "train": another split has to be asked for.
-    options = ["--train", "none", "--benchmarks", "aime24,amc23", "--local-dir", str(GOLDEN)]
+    options = [
+        "--train",
+        "none",
+        "--benchmarks",
+        "aime24,amc23",
+        "--local-dir",
+        str(GOLDEN),
+    ]
     # Line 21 is dropped: 1 of 21 is less than 5 %.
     for split, count in (("test", 20), ("test[10:14]", 4)):
         place = f"aime24={hub}::{split}"
@@ -193,7 +222,9 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_the_example_for_trl_reads_the_text_that_is_in_a_file(kind: str, tmp_path: Path) -> None:
+def test_the_example_for_trl_reads_the_text_that_is_in_a_file(
+    kind: str, tmp_path: Path
+) -> None:
     file = tmp_path / f"rows.{kind}"
     WRITERS[kind](file)
     assert list(problems(str(file))["solution"]) == list(TEXTS)
@@ -203,7 +234,9 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    lines = [json.dumps({"question": f"{i}+1", "answer": f"So #### {i + 1}"}) for i in range(20)]
+    lines = [
+        json.dumps({"question": f"{i}+1", "answer": f"So #### {i + 1}"}) for i in range(20)
+    ]
     # In a folder whose own name says no split, as the test's does.
     hub = tmp_path / "hub"
     hub.mkdir()
@@ -215,7 +248,9 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
         "::train[:2]+train[18:]": (0, 1, 18, 19),
     }
     for source, rows in slices.items():
-        assert list(problems(f"{hub}{source}")["solution"]) == [str(row + 1) for row in rows]
+        assert list(problems(f"{hub}{source}")["solution"]) == [
+            str(row + 1) for row in rows
+        ]
     # No JSON, and JSON that is no row.
     for bad in ("{", "[1]", '"text"'):
         (tmp_path / "bad.jsonl").write_text("\n".join([*lines, bad]))
@@ -223,8 +258,17 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
             problems(str(tmp_path / "bad.jsonl"))
 
 
-def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> None:
-    for gold in (r"\frac{3}{4}", "10,080", "-12", "(1,29)", r"\{1, 2, 3\}", r"\text{Evelyn}"):
+def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> (
+    None
+):
+    for gold in (
+        r"\frac{3}{4}",
+        "10,080",
+        "-12",
+        "(1,29)",
+        r"\{1, 2, 3\}",
+        r"\text{Evelyn}",
+    ):
         assert faults(gold) == []
     assert faults(r"\lfloor 2.5\rfloor") == [r"accepts '\\lfloor 2.6\\rfloor'"]
 

@@ -77,7 +77,10 @@ def test_hand_case(pair: Path) -> None:
     rows = (*results["benchmarks"].values(), results["mean"], results["weighted_mean"])
     # Such as (1/6 + 5/9) / 2 and (2 * 1/6 + 3 * 5/9) / 5.
     expected = [[1 / 6, 1 / 2, 30, 1 / 6, 1 / 6], [5 / 9, 2 / 3, 37, 2 / 9, 3 / 9]]
-    expected += [[13 / 36, 7 / 12, 33.5, 7 / 36, 1 / 4], [2 / 5, 3 / 5, 34.2, 1 / 5, 4 / 15]]
+    expected += [
+        [13 / 36, 7 / 12, 33.5, 7 / 36, 1 / 4],
+        [2 / 5, 3 / 5, 34.2, 1 / 5, 4 / 15],
+    ]
     for row, values in zip(rows, expected, strict=True):
         assert [row[name]["value"] for name in names] == pytest.approx(values)
     # Without the response that has no box, and without the two.
@@ -91,7 +94,10 @@ def test_intervals() -> None:
     problems = pd.concat({"amc23": table}, names=["benchmark", "index"])
     # Of one benchmark the mean over benchmarks is its own.
     figure = report.figures(problems, 1)["mean"]["acc@1"]
-    drawn = [table["acc"].sample(7, replace=True, random_state=seed).mean() for seed in range(3000)]
+    drawn = [
+        table["acc"].sample(7, replace=True, random_state=seed).mean()
+        for seed in range(3000)
+    ]
     interval = np.quantile(drawn, [0.025, 0.975])
     assert [figure["low"], figure["high"]] == pytest.approx(interval, abs=0.02)
 
@@ -100,10 +106,17 @@ def test_paired_comparison(pair: Path) -> None:
     """Of aime24, A has 1/6 and B 1/2 of the samples correct: by problem 1/3 more. Of amc23 both are the same."""
     compare(pair, "--output-dir", str(pair))
     result = read(pair / "comparison.json")["benchmarks"]
-    assert list(result["aime24"]["acc@3"].values()) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1.0])
+    assert list(result["aime24"]["acc@3"].values()) == pytest.approx(
+        [1 / 3, 1 / 3, 1 / 3, 1.0]
+    )
     assert list(result["amc23"]["acc@3"].values()) == pytest.approx([0, 0, 0, 0])
     # Pass differs by 0 and 1 on two problems: a resample's mean is 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4.
-    assert list(result["aime24"]["pass@3"].values()) == [0.5, 0, 1, pytest.approx(0.75, abs=0.02)]
+    assert list(result["aime24"]["pass@3"].values()) == [
+        0.5,
+        0,
+        1,
+        pytest.approx(0.75, abs=0.02),
+    ]
     # Another temperature, and one benchmark fewer: both are named.
     make_run(pair / "b", B[B["benchmark"] == "amc23"], temperature=1.0)
     with pytest.raises(SystemExit, match=r"temperature 0.6 and 1.0.* of aime24"):
@@ -138,7 +151,9 @@ def test_both_graders_where_cuda_fills_the_address_space(
 
 def test_the_script_hands_on_its_arguments() -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(PRINTS)}
-    output = subprocess.check_output([*SCRIPT, "--compare", "a", "b c"], env=environment, text=True)
+    output = subprocess.check_output(
+        [*SCRIPT, "--compare", "a", "b c"], env=environment, text=True
+    )
     expected = f"-m recipe.evaluate --data-dir {ROOT}/data --compare a".split()
     assert output.split("\0")[1:-1] == [*expected, "b c"]
 
@@ -163,10 +178,17 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
     lines = A.to_json(orient="records", lines=True).splitlines(keepends=True)
     sixth = json.loads(lines[5])
     odd: list[Any] = [1, [], {}]
-    for name, value in (("text", None), ("tokens", "7"), ("finish_reason", "x"), ("index", -1)):
+    for name, value in (
+        ("text", None),
+        ("tokens", "7"),
+        ("finish_reason", "x"),
+        ("index", -1),
+    ):
         odd.append({**sixth, name: value})
     with open_samples(path, SAMPLING) as file:
-        file.writelines([*lines[:5], *(f"{json.dumps(record)}\n" for record in odd), lines[5][:40]])
+        file.writelines(
+            [*lines[:5], *(f"{json.dumps(record)}\n" for record in odd), lines[5][:40]]
+        )
     # Half a character.
     path.write_bytes(path.read_bytes() + "é".encode()[:1])
     with open_samples(path, SAMPLING) as file:
@@ -220,7 +242,10 @@ ODD_SCORES = {
     "a verdict as text": ([{**SCORE, "right": "yes"}], "right"),
     "tokens without end": ([{**SCORE, "tokens": 10**400}], "tokens"),
     "an index as a list": ([{**SCORE, "index": [0]}], "index"),
-    "a benchmark that acts on a terminal": ([{**SCORE, "benchmark": ESCAPE}], "ground truths"),
+    "a benchmark that acts on a terminal": (
+        [{**SCORE, "benchmark": ESCAPE}],
+        "ground truths",
+    ),
 }
 
 
@@ -234,14 +259,20 @@ def test_files_of_others_are_refused_in_a_sentence(pair: Path, name: str) -> Non
     assert part in str(refused.value) and str(refused.value).isprintable()
 
 
-def test_names_of_others_are_shown_escaped(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_others_are_shown_escaped(
+    pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of the model, of a benchmark and of an option, on the terminal and in the page."""
     run = {**RUN, "model": f"m{ESCAPE}", f"option{ESCAPE}": f"value{ESCAPE}"}
     for name in ("a", "b"):
         write(pair / name, {"run": run}, [{**SCORE, "benchmark": f"amc{ESCAPE}"}])
     compare(pair, "--output-dir", str(pair))
     for text in (capsys.readouterr().out, (pair / "comparison.md").read_text()):
-        assert "amc\N{SYMBOL FOR ESCAPE}]52" in text and "\x1b" not in text and "\x07" not in text
+        assert (
+            "amc\N{SYMBOL FOR ESCAPE}]52" in text
+            and "\x1b" not in text
+            and "\x07" not in text
+        )
 
 
 def test_scores_and_results_are_of_one_evaluation(pair: Path) -> None:
@@ -260,7 +291,9 @@ def test_scores_and_results_are_of_one_evaluation(pair: Path) -> None:
     results["run"]["model_hash"] = "of this"
     (pair / "a/results.json").write_text(json.dumps(results))
     for command in (compare, lambda _: main(regrade)):
-        with pytest.raises(SystemExit, match=r"generations\.jsonl has samples with another model"):
+        with pytest.raises(
+            SystemExit, match=r"generations\.jsonl has samples with another model"
+        ):
             command(pair)
 
 
@@ -326,7 +359,10 @@ def test_every_sample_has_a_seed_of_its_own(
             asyncio.run(draw(Engine, samples, {**SAMPLING, "seed": seed}, tokenizer, file))
         drawn.append(read_samples(path).set_index(KEY)["seed"])
     # Twelve samples for each of two seeds of the evaluation.
-    assert pd.concat(drawn).nunique() == 24 and drawn[0]["amc23", 0, 2, "p"] == 2035807689607783971
+    assert (
+        pd.concat(drawn).nunique() == 24
+        and drawn[0]["amc23", 0, 2, "p"] == 2035807689607783971
+    )
     assert {*drawn[0].index} == {*keys}
 
 
@@ -339,9 +375,15 @@ def logits(model: Path | torch.nn.Module) -> torch.Tensor:
 def adapter(folder: Path) -> PeftModel:
     """A model with an adapter that moves it far."""
     config = LoraConfig(
-        r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        r=2,
+        lora_alpha=8,
+        target_modules=["q_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
     )
-    return get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+    return get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config
+    )
 
 
 @pytest.mark.slow
@@ -392,7 +434,9 @@ def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
         (step / "actor" / name).unlink()
         assert_refused(step, f"lacks {name}")
     sharded = tmp_path / "sharded"
-    AutoModelForCausalLM.from_pretrained(complete).save_pretrained(sharded, max_shard_size="300KB")
+    AutoModelForCausalLM.from_pretrained(complete).save_pretrained(
+        sharded, max_shard_size="300KB"
+    )
     assert resolve_model(str(sharded))[0] == sharded
     part = max(sharded.glob("model-*.safetensors"))
     part.unlink()
@@ -416,7 +460,11 @@ SMALL = ("config.json", "generation_config.json", "tokenizer.json", "chat_templa
 
 @pytest.mark.parametrize(
     "kinds",
-    [("model.safetensors",), ("pytorch_model.bin",), ("model.safetensors", "pytorch_model.bin")],
+    [
+        ("model.safetensors",),
+        ("pytorch_model.bin",),
+        ("model.safetensors", "pytorch_model.bin"),
+    ],
 )
 def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
     kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -438,7 +486,10 @@ def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
 def test_the_command_resumes(tmp_path: Path) -> None:
     """Through the script: merging a verl checkpoint, an engine; then another from what a kill would leave."""
     truths = [{"style": "rule", "ground_truth": f"{i}"} for i in range(12)]
-    rows = {"prompt": [user_messages(f"What is {i}?") for i in range(12)], "reward_model": truths}
+    rows = {
+        "prompt": [user_messages(f"What is {i}?") for i in range(12)],
+        "reward_model": truths,
+    }
     Dataset.from_dict(rows).to_parquet(tmp_path / "amc23.parquet")
     arguments = ["--benchmarks", "amc23", "--data-dir", str(tmp_path), "--max-tokens", "64"]
     arguments += ["--model", str(save(tmp_path / "model")), "--output-dir"]
@@ -454,6 +505,9 @@ def test_the_command_resumes(tmp_path: Path) -> None:
     # It draws what is missing, and no other sample.
     subprocess.run([*SCRIPT, *arguments, resumed], env=environment, check=True)
     assert (resumed / "generations.jsonl").read_bytes().startswith(beginning)
-    assert {*read_samples(resumed / "generations.jsonl")["finish_reason"]} == {"stop", "length"}
+    assert {*read_samples(resumed / "generations.jsonl")["finish_reason"]} == {
+        "stop",
+        "length",
+    }
     for name in ("results.json", "results.md", "scores.jsonl"):
         assert (resumed / name).read_bytes() == (uninterrupted / name).read_bytes()

@@ -59,7 +59,10 @@ def test_what_cannot_be_read_is_said_once(
         monkeypatch.setattr(reward, "_reported", set())
         for text in ("no box", r"\boxed{5}", r"\boxed{nan}", r"\boxed{0}"):
             result = reward.compute_score("", text, truth, {"index": 7})
-            assert (result["score"], result["verify_failed"]) == (0.0, result["answer_found"])
+            assert (result["score"], result["verify_failed"]) == (
+                0.0,
+                result["answer_found"],
+            )
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
         assert record.getMessage().startswith("row 7: ground_truth is ")
@@ -67,15 +70,22 @@ def test_what_cannot_be_read_is_said_once(
 
 def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     check = reward.check_ground_truths
-    assert check(["5", None, Decimal("3.5"), *[{}] * 9, "x" * 1001], "here") == [1, *range(3, 13)]
+    assert check(["5", None, Decimal("3.5"), *[{}] * 9, "x" * 1001], "here") == [
+        1,
+        *range(3, 13),
+    ]
     assert "here: 11 of 13" in caplog.text and "row 3 ({})" in caplog.text
     assert "row 8" not in caplog.text, "five examples are enough"
     caplog.clear()
     assert check(iter(["5", 6]), "here") == check([], "here") == []
     assert not caplog.records
     # One that can be used is enough.
-    assert check([*[None] * 9, "5"], "here") == [*range(9)] and "here: 9 of 10" in caplog.text
-    with pytest.raises(ValueError, match=r"here: 2 of 2 .*row 0 \(None\), row 1 \(a Unshown"):
+    assert (
+        check([*[None] * 9, "5"], "here") == [*range(9)] and "here: 9 of 10" in caplog.text
+    )
+    with pytest.raises(
+        ValueError, match=r"here: 2 of 2 .*row 0 \(None\), row 1 \(a Unshown"
+    ):
         check([None, Unshown()], "here")
 
 
@@ -98,7 +108,10 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
         else:
             table.to_json(tmp_path / name, orient="records", lines=True)
     function = "reward.custom_reward_function.path"
-    options = ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.rollout.n=4"]
+    options = [
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.rollout.n=4",
+    ]
     options.append(f"data.val_files=[{tmp_path}/good.parquet]")
 
     def start(train: str, *overrides: str) -> list[str]:

@@ -53,7 +53,11 @@ def _words(script: str, *arguments: str, project: Path, **knobs: str) -> list[st
     if done.returncode:
         raise ValueError(done.stderr)
     _, *start, config, overrides = done.stdout.rstrip("\0").split("\0", 5)
-    assert start == ["-m", "verl.trainer.main_ppo", f"--config-path={project}/recipe/config"]
+    assert start == [
+        "-m",
+        "verl.trainer.main_ppo",
+        f"--config-path={project}/recipe/config",
+    ]
     return [config.removeprefix("--config-name="), *overrides.split("\0")]
 
 
@@ -167,7 +171,9 @@ def test_every_knob_of_a_run_on_gpus(clone: Path) -> None:
         options += "".join(f"{option}: {value}\n" for option in names.split())
     # Overrides come after the knobs, and may be new options.
     overrides = ["actor_rollout_ref.rollout.max_num_seqs=4", "+data.note='two words'"]
-    config = configuration("run_octothinker_8b_grail.sh", *overrides, project=clone, **knobs)
+    config = configuration(
+        "run_octothinker_8b_grail.sh", *overrides, project=clone, **knobs
+    )
     assert_has(config, options, clone)
 
 
@@ -187,7 +193,10 @@ def test_cores_of_one_machine() -> None:
     """Ray is told of more than a small machine has, unless a cluster is there already."""
     script = "run_one_gpu_grail.sh"
     assert configuration(script, NGPUS_PER_NODE="2").ray_kwargs.ray_init.num_cpus == 11
-    assert configuration(script, RAY_ADDRESS="10.0.0.1:6379").ray_kwargs.ray_init.num_cpus is None
+    assert (
+        configuration(script, RAY_ADDRESS="10.0.0.1:6379").ray_kwargs.ray_init.num_cpus
+        is None
+    )
 
 
 ARMS = {
@@ -208,13 +217,20 @@ def test_an_arm_is_a_run_in_each_trainer(arm: str) -> None:
     assert config.algorithm.adv_estimator == estimator
     assert OmegaConf.select(config, "algorithm.grail.control", default="none") == control
     assert (config.data.seed, config.trainer.experiment_name) == (3, f"{arm}-seed3")
-    assert config.trainer.test_freq == 7 and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
+    assert (
+        config.trainer.test_freq == 7
+        and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
+    )
     knobs = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "TRAINER": "trl", "SEEDS": "3 4"}
     command = ["bash", unused() / "examples/run_five_arms.sh", "--steps", "9"]
-    output = subprocess.check_output(command, env={**knobs, "ARMS": f"{arm} {arm}"}, text=True)
+    output = subprocess.check_output(
+        command, env={**knobs, "ARMS": f"{arm} {arm}"}, text=True
+    )
     starts = output.replace("'", "").splitlines()
     # Two seeds times the arm twice; the command says its seed last but for the steps.
-    assert len(starts) == 4 and sum(f"{options} --seed 3 " in start for start in starts) == 2
+    assert (
+        len(starts) == 4 and sum(f"{options} --seed 3 " in start for start in starts) == 2
+    )
     assert "--vllm --steps 9" in starts[0]
 
 
@@ -232,7 +248,9 @@ def test_three_words_three_things() -> None:
     estimators = [config["algorithm"].pop("adv_estimator") for config in configs]
     usual, uniform, grpo, dr_grpo = configs
     # With the method and its name taken out, three configurations are one.
-    assert estimators == ["grail", "uniform", "grpo", "grpo"] and usual == uniform == dr_grpo
+    assert (
+        estimators == ["grail", "uniform", "grpo", "grpo"] and usual == uniform == dr_grpo
+    )
     assert grpo["algorithm"]["norm_adv_by_std_in_grpo"]
     ours = grpo["actor_rollout_ref"]["actor"]
     losses = {name for name in ours if re.search("clip|loss", name)}
@@ -261,7 +279,10 @@ def test_a_run_is_named_by_its_configuration(name: str) -> None:
     knob, override = NAMES[name]
     config = container(GPUS, **dict([knob.split("=")] if knob else []))
     assert config["trainer"]["experiment_name"] == name
-    assert config["trainer"]["default_local_dir"] == f"{unused()}/outputs/grail/{name}/checkpoints"
+    assert (
+        config["trainer"]["default_local_dir"]
+        == f"{unused()}/outputs/grail/{name}/checkpoints"
+    )
     assert override is None or container(GPUS, override) == config
 
 
@@ -291,7 +312,9 @@ OF_OTHER_SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", [GPUS, CPU])
-def test_a_name_or_a_value_that_is_not_read_starts_nothing(script: str, clone: Path) -> None:
+def test_a_name_or_a_value_that_is_not_read_starts_nothing(
+    script: str, clone: Path
+) -> None:
     """Else the run would train with something else than it was asked for, under the same name."""
     knobs = dict.fromkeys([*UNREADABLE.split(), *OF_OTHER_SCRIPTS[script].split()], "")
     for knob, remedy in {**RENAMED, **knobs}.items():
@@ -326,11 +349,17 @@ def test_any_folder_and_any_name_arrive_as_they_are(
     knobs["MODEL_PATH"] = knobs["TOKENIZER_PATH"] = knobs["DATA_DIR"] = data
     config = configuration(GPUS, project=project, **knobs)
     assert list(config.data.train_files) == files
-    assert list(config.data.val_files) == [f"{data}/amc23.parquet", f"{data}/aime24.parquet"]
+    assert list(config.data.val_files) == [
+        f"{data}/amc23.parquet",
+        f"{data}/aime24.parquet",
+    ]
     assert config.run.folder == f"{project}/outputs/{odd}s/{odd}"
     model = config.actor_rollout_ref.model
     assert model.path == model.tokenizer_path == data
-    assert configuration(GPUS, project=project, TRAIN_FILE=files[0]).data.train_files == files[0]
+    assert (
+        configuration(GPUS, project=project, TRAIN_FILE=files[0]).data.train_files
+        == files[0]
+    )
     repaired = configuration("run_r1_distill_llama_8b_grail.sh", project=project)
     folder = f"{project}/outputs/tokenizers/DeepSeek-R1-Distill-Llama-8B"
     assert repaired.actor_rollout_ref.model.tokenizer_path == folder
@@ -388,7 +417,9 @@ def test_the_commands_of_a_page_work_one_after_the_other(
         monkeypatch.setenv("FRESH", fresh)
         monkeypatch.setenv("DRY_RUN", "1")
         settings = prepare(configuration(script, *arguments, project=clone, **knobs))
-        assert fresh == "1" or Path(settings["trainer.default_local_dir"]).is_relative_to(clone)
+        assert fresh == "1" or Path(settings["trainer.default_local_dir"]).is_relative_to(
+            clone
+        )
         for folder in run_life._folders(settings).values():
             # As if the run had got to its first checkpoint.
             (folder / "global_step_1").mkdir(parents=True, exist_ok=True)
@@ -436,7 +467,9 @@ MODELS = {
 def test_published_setup(name: str) -> None:
     path, response_length, template, estimator = MODELS[name]
     nnodes = 2 if estimator in ("oar_g", "uniform") else 1
-    config = configuration(f"run_{name}_grail.sh", ADV_ESTIMATOR=estimator, NNODES=str(nnodes))
+    config = configuration(
+        f"run_{name}_grail.sh", ADV_ESTIMATOR=estimator, NNODES=str(nnodes)
+    )
     # All start-up checks, verl's among them.
     settings = prepare(config)
     # uniform is the published baseline: the same trainer, truncated responses masked alike, weights 1. verl's own
@@ -445,14 +478,20 @@ def test_published_setup(name: str) -> None:
     assert config.algorithm.adv_estimator == ("grpo" if verls else estimator)
     assert config.trainer.v1.trainer_mode == ("sync" if verls else "grail_sync")
     assert verls or settings.method.mask_truncated
-    assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
+    assert config.algorithm.oar.variant == (
+        "grail_port" if estimator == "oar_g" else "official"
+    )
 
     verdicts = {setting.name: verdict for setting, _, verdict in compared(config)}
     corrected = {"the prompt's end"}
-    corrected |= {f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")}
+    corrected |= {
+        f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")
+    }
     if response_length == LONGEST:
         corrected.add("max_completion_length")
-    assert {name for name, verdict in verdicts.items() if verdict == "corrected"} == corrected
+    assert {
+        name for name, verdict in verdicts.items() if verdict == "corrected"
+    } == corrected
     differs = [name for name, verdict in verdicts.items() if verdict == "differs"]
     assert differs == (["mask_truncated_completions"] if verls else [])
     model, actor, rollout = map(config.actor_rollout_ref.get, ("model", "actor", "rollout"))
@@ -463,7 +502,9 @@ def test_published_setup(name: str) -> None:
     assert actor.ppo_max_token_len_per_gpu >= longest
     assert rollout.log_prob_max_token_len_per_gpu >= longest
     assert (model.path, model.custom_chat_template) == (path, template)
-    assert actor.data_loader_seed == actor.fsdp_config.seed == rollout.seed == config.data.seed
+    assert (
+        actor.data_loader_seed == actor.fsdp_config.seed == rollout.seed == config.data.seed
+    )
 
 
 def test_loss_is_the_published_one() -> None:
@@ -493,7 +534,11 @@ def test_loss_is_the_published_one() -> None:
     expected = -(surrogate * mask).sum() / (rows * LONGEST)
 
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    batch = {"batch_num_tokens": int(mask.sum()), "global_batch_size": rows, "dp_size": ranks}
+    batch = {
+        "batch_num_tokens": int(mask.sum()),
+        "global_batch_size": rows,
+        "dp_size": ranks,
+    }
     actor.global_batch_info.update(**batch, loss_scale_factor=actor.loss_scale_factor)
     losses = [
         compute_policy_loss_vanilla(
@@ -523,7 +568,9 @@ def test_the_published_ratio_is_trls() -> None:
     )
     expected = np.zeros((64, 5))
     for row in range(64):
-        ratio = np.exp(sum(log_ratios[row, token] for token in range(5) if mask[row, token]))
+        ratio = np.exp(
+            sum(log_ratios[row, token] for token in range(5) if mask[row, token])
+        )
         # Above the cap the row stays 0: such a response is left out, as by TRL.
         if ratio <= 3:
             expected[row, mask[row]] = ratio
@@ -534,7 +581,10 @@ def test_the_published_ratio_is_trls() -> None:
 def test_any_number_of_processes_makes_the_published_batch() -> None:
     for processes in (1, 2, 4, 8):
         arguments = trl_arguments(processes)
-        rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
+        rows = (
+            arguments["per_device_train_batch_size"]
+            * arguments["gradient_accumulation_steps"]
+        )
         assert rows * processes == PUBLISHED_BATCH
     with pytest.raises(ValueError):
         # 32 micro-batches of 8 responses do not divide among 5.

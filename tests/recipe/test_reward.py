@@ -17,10 +17,18 @@ from grail_advantage.reward._normal import RULES, normal
 from recipe.data.specs import SPECS, convert
 
 DATA = Path(
-    os.environ.get("GRAIL_DATA_DIR", Path(__file__).resolve().parents[3] / "shared" / "data")
+    os.environ.get(
+        "GRAIL_DATA_DIR", Path(__file__).resolve().parents[3] / "shared" / "data"
+    )
 )
 HERE = Path(__file__).parent
-KEYS = {"score": float, "acc": float, "answer_found": float, "verify_failed": float, "pred": str}
+KEYS = {
+    "score": float,
+    "acc": float,
+    "answer_found": float,
+    "verify_failed": float,
+    "pred": str,
+}
 VERDICTS = {"right": 1.0, "wrong": 0.0, "unread": None}
 # A ground truth, a box and the score; None: 0, without a verdict.
 Case = tuple[Any, str, float | None]
@@ -47,7 +55,9 @@ def misjudged(cases: list[Case]) -> list[Case]:
     def is_misjudged(case: Case) -> bool:
         gold, box, score = case
         result = judge(gold, box)
-        return result["score"] != (score or 0.0) or result["verify_failed"] < (score is None)
+        return result["score"] != (score or 0.0) or result["verify_failed"] < (
+            score is None
+        )
 
     with ThreadPoolExecutor(8) as executor:
         return list(itertools.compress(cases, executor.map(is_misjudged, cases)))
@@ -60,7 +70,9 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def cases_of(row: dict[str, Any]) -> list[Case]:
-    return [(row["gold"], box, VERDICTS[key]) for key in VERDICTS for box in row.get(key, ())]
+    return [
+        (row["gold"], box, VERDICTS[key]) for key in VERDICTS for box in row.get(key, ())
+    ]
 
 
 def test_the_last_complete_box_counts() -> None:
@@ -112,9 +124,9 @@ def test_each_rule_is_needed_for_its_example() -> None:
         for applied in RULES:
             if applied is not rule:
                 text = applied[1].sub(applied[2], text)
-        assert " ".join(text.split()) != normal(example) == normal(normal(example)) != example, (
-            example
-        )
+        assert (
+            " ".join(text.split()) != normal(example) == normal(normal(example)) != example
+        ), example
 
 
 @pytest.mark.slow
@@ -122,7 +134,9 @@ def test_answers_of_public_bug_reports() -> None:
     pairs = []
     for case in rows_of(DATA / "answer_cases.jsonl"):
         if case["input"].keys() == {"gold", "box"}:
-            pairs.append((case["input"]["gold"], case["input"]["box"], float(case["right"])))
+            pairs.append(
+                (case["input"]["gold"], case["input"]["box"], float(case["right"]))
+            )
     assert misjudged(pairs) == []
 
 

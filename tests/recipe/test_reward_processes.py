@@ -28,7 +28,9 @@ def hostile_responses(marker: Path) -> dict[str, str]:
     """Responses made to hang, crash, blow up or trick a verifier, by name; none states :data:`GOLD`. Those with code in
     them try to create the file ``marker``. A line has the pieces of one, and how often each is repeated."""
     rows = rows_of(Path(__file__).with_name("hostile_answers.jsonl"))
-    texts = {row["name"]: "".join(piece * times for piece, times in row["parts"]) for row in rows}
+    texts = {
+        row["name"]: "".join(piece * times for piece, times in row["parts"]) for row in rows
+    }
     return {name: text.replace("MARKER", str(marker)) for name, text in texts.items()}
 
 
@@ -93,7 +95,9 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
     for name in (*HANGING, "python call", "tex input", "nul bytes"):
         reason = reasons[reward.last_boxed(responses[name])]
         is_unread = "cannot read" in reason or "words" in reason
-        assert results[name]["verify_failed"] == 1.0 and is_unread != (name in HANGING), name
+        assert results[name]["verify_failed"] == 1.0 and is_unread != (name in HANGING), (
+            name
+        )
     # After all that the workers still judge.
     assert accepts(GOLD, r"\frac12\sqrt{3}")
     for worker in workers():
@@ -173,7 +177,9 @@ def gone(pids: list[int], seconds: float = 60.0) -> bool:
     """Whether none of these processes runs any more, within this time."""
 
     def runs(pid: int) -> bool:
-        return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return (
+            psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )
 
     return await_(lambda: not any(map(runs, pids)), seconds)
 
@@ -193,7 +199,9 @@ def test_killed_and_stopped_processes_are_replaced(
     with ThreadPoolExecutor(1) as executor:
         # 9^(9^(9^8)) takes as long as its limit lets it.
         hanging = executor.submit(judge, GOLD, "9^{9^{9^8}}")
-        assert await_(lambda: sum(process.cpu_times().user for process in processes) > used + 0.1)
+        assert await_(
+            lambda: sum(process.cpu_times().user for process in processes) > used + 0.1
+        )
         for process in processes:
             process.kill()
         assert (hanging.result()["score"], hanging.result()["verify_failed"]) == (0.0, 1.0)

@@ -47,7 +47,9 @@ def test_problems_and_solutions() -> None:
             assert correct.endswith(f"\\boxed{{{problem.answer}}}")
             assert find_errors(problem, correct) == []
             # A solution that slips and is right all the same has slipped at least twice.
-            assert boxed_answer(slipped) == str(problem.answer) or find_errors(problem, slipped)
+            assert boxed_answer(slipped) == str(problem.answer) or find_errors(
+                problem, slipped
+            )
     assert problems("train", 50, seed=5) == train[:50] != problems("train", 50, seed=6)
     texts = {split: set() for split in ("train", "validation")}
     for split, seed in itertools.product(texts, range(3)):
@@ -63,7 +65,9 @@ def test_find_errors_by_hand() -> None:
         row = json.loads(line)
         expected = [StepError(*error) for error in row["errors"]]
         assert find_errors(CHAIN, row["response"]) == expected, row
-        assert all(row["response"][error.start : error.end] == error.written for error in expected)
+        assert all(
+            row["response"][error.start : error.end] == error.written for error in expected
+        )
     for end, score in (("\\boxed{12}", 1), ("\\boxed{1}", 0), ("\\boxed{12", 0)):
         assert compute_score("", f"7+5=12;{end}", "12") == score
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2"
@@ -93,7 +97,9 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
     for split, size in (("train", 4096), ("validation", 256)):
         rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
         texts = [problem.text for problem in problems(split, size)]
-        assert [row["prompt"] for row in rows] == [[{"role": "user", "content": t}] for t in texts]
+        assert [row["prompt"] for row in rows] == [
+            [{"role": "user", "content": t}] for t in texts
+        ]
         for row, text in zip(rows, texts, strict=True):
             assert int(row["reward_model"]["ground_truth"]) == eval(text)
         assert [row["extra_info"]["index"] for row in rows] == list(range(size))

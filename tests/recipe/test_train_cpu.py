@@ -34,7 +34,11 @@ def folder(tmp_path: Path) -> Path:
     """The scripts in a folder of their own."""
     folder = tmp_path / "it's, [1] a=b ~"
     files = {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}
-    for name in ("examples/run_tiny_cpu_grail.sh", "scripts/knobs.sh", "scripts/train_cpu.sh"):
+    for name in (
+        "examples/run_tiny_cpu_grail.sh",
+        "scripts/knobs.sh",
+        "scripts/train_cpu.sh",
+    ):
         files[name] = (ROOT / name).read_text()
     for name, text in files.items():
         file = folder / name
@@ -66,8 +70,14 @@ def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path) -
     out = folder / "out/seed0"
     (out / "grail/mine").touch()
     status, output = start(folder)
-    assert status == 0 and "already finished: a checkpoint\n" in output and "report.html" in output
-    assert (out / "grail/mine").exists() and (out / "grail.log").read_text().count("a life") == 2
+    assert (
+        status == 0
+        and "already finished: a checkpoint\n" in output
+        and "report.html" in output
+    )
+    assert (out / "grail/mine").exists() and (out / "grail.log").read_text().count(
+        "a life"
+    ) == 2
     # Each fresh start moves the folder of the one before to the next number.
     for number in (1, 2):
         assert start(folder, FRESH="1")[0] == 0 and (out / f"grail.{number}").exists()

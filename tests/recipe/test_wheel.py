@@ -33,11 +33,22 @@ def test_an_installed_package(tmp_path: Path) -> None:
 
     def run(*words: str | Path) -> str:
         command = [sys.executable, "-P", "-m", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True
+        )
         assert done.returncode == 0, (words, done.stderr[-3000:])
         return done.stdout
 
-    run("pip", "install", "-qq", "--no-deps", "--no-build-isolation", "-t", installed, source)
+    run(
+        "pip",
+        "install",
+        "-qq",
+        "--no-deps",
+        "--no-build-isolation",
+        "-t",
+        installed,
+        source,
+    )
     names = {"grail_advantage", f"grail_advantage-{grail_advantage.__version__}.dist-info"}
     assert {path.name for path in installed.iterdir()} == names
     for name in ("py.typed", "reward/_verify_worker.py"):
@@ -47,11 +58,17 @@ def test_an_installed_package(tmp_path: Path) -> None:
     metrics.write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
     for module, word in (("analyze", "--help"), ("receipt", "--help"), ("report", "run")):
         run(f"grail_advantage.{module}", word)
-    assert "DecompressionStream" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "DecompressionStream" in (tmp_path / "run/report.html").read_text(
+        encoding="utf-8"
+    )
     (tmp_path / "mine.yaml").write_text(
         "hydra: {searchpath: [pkg://verl/trainer/config, pkg://grail_advantage/verl_ext/config]}\n"
         "defaults: [ppo_trainer, token_weights, _self_]\nalgorithm: {adv_estimator: grail}\n"
     )
-    options = (f"--config-path={tmp_path}", "--config-name=mine", "algorithm.grail.leaf=last")
+    options = (
+        f"--config-path={tmp_path}",
+        "--config-name=mine",
+        "algorithm.grail.leaf=last",
+    )
     printed = run("verl.trainer.main_ppo", *options, "--cfg", "job")
     assert Settings.parse(OmegaConf.create(printed)).method.leaf == "last"

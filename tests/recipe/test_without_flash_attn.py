@@ -35,7 +35,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("recipe.without_flash_attn")
 
 
-def plain_varlen_attn(*packed: Any, scale: float, window_size: tuple[int, int]) -> torch.Tensor:
+def plain_varlen_attn(
+    *packed: Any, scale: float, window_size: tuple[int, int]
+) -> torch.Tensor:
     """Sequence by sequence; a token sees those from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
     *tensors, limits, same_limits, longest, same_longest = packed
     lengths = limits.diff().tolist()
@@ -66,7 +68,8 @@ def model(attention: str, **window: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    "window", [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}]
+    "window",
+    [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}],
 )
 def test_packed_responses_are_those_alone(
     window: dict, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
@@ -81,7 +84,9 @@ def test_packed_responses_are_those_alone(
     packed = model(ATTENTION, **window)
     alone = model("sdpa", **window)
     logits = packed(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    expected = torch.cat([alone(input_ids=part).logits for part in tokens.split(lengths, 1)], dim=1)
+    expected = torch.cat(
+        [alone(input_ids=part).logits for part in tokens.split(lengths, 1)], dim=1
+    )
     torch.testing.assert_close(logits, expected)
     # Any upstream gradient will do.
     upstream = torch.randn_like(logits)
@@ -117,10 +122,16 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run begins, in an environment with these packages: its section of the model."""
 
     def begin(installed: str, *overrides: str) -> DictConfig:
-        monkeypatch.setattr(run_life, "find_spec", lambda name: name in installed.split() or None)
+        monkeypatch.setattr(
+            run_life, "find_spec", lambda name: name in installed.split() or None
+        )
         data = tmp_path / "data.parquet"
         data.touch()
-        files = (f"data.train_files={data}", f"data.val_files={data}", f"run.folder={tmp_path}/run")
+        files = (
+            f"data.train_files={data}",
+            f"data.val_files={data}",
+            f"run.folder={tmp_path}/run",
+        )
         config = compose("grail_trainer", [*files, *overrides])
         try:
             begin_run(prepare(config), config)
@@ -139,7 +150,11 @@ def asked(model: DictConfig) -> tuple[Any, Any]:
 def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any) -> None:
     """sdpa for padded rows, which these kernels do not take. The user's own modules stay."""
     ours = "recipe.without_flash_attn"
-    assert asked(begun("verl_cpu flash_attn", SLICES)) == asked(begun("torch_npu")) == (None, None)
+    assert (
+        asked(begun("verl_cpu flash_attn", SLICES))
+        == asked(begun("torch_npu"))
+        == (None, None)
+    )
     assert asked(begun("verl_cpu")) == ([ours], ATTENTION)
     for override in (SDPA, f"{MODEL}.use_remove_padding=False"):
         assert asked(begun("verl_cpu", override)) == ([ours], "sdpa")

@@ -89,7 +89,11 @@ if __name__ == "__main__":
         except Exception as error:
             if NOT_STARTED not in str(error) or not tries:
                 raise
-    settings = {"default_local_dir": sys.argv[1], "val_only": False, "val_before_train": False}
+    settings = {
+        "default_local_dir": sys.argv[1],
+        "val_only": False,
+        "val_before_train": False,
+    }
     rollout = {"name": "vllm"}
     config = {"trainer": settings, "actor_rollout_ref": {"rollout": rollout}}
     ray.get(TaskRunner.remote().run.remote(OmegaConf.create(config)))

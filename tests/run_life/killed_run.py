@@ -57,7 +57,9 @@ class KilledRun:
         deadline = time.monotonic() + STARTED_IN
         while not (path.exists() and path.read_text().count("\n") >= step):
             waits = self._thread.is_alive() and time.monotonic() < deadline
-            assert waits, [(self.folder / name).read_text()[-3000:] for name in whole_run.SAID]
+            assert waits, [
+                (self.folder / name).read_text()[-3000:] for name in whole_run.SAID
+            ]
             time.sleep(0.2)
         self._find()
 
@@ -74,7 +76,9 @@ class KilledRun:
         """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
         deadline = time.monotonic() + seconds
         while (living := [*filter(lives, self.everybody)]) or self._thread.is_alive():
-            assert time.monotonic() < deadline, f"after {seconds:.0f} s are still there: {living}"
+            assert time.monotonic() < deadline, (
+                f"after {seconds:.0f} s are still there: {living}"
+            )
             for process in living:
                 with contextlib.suppress(psutil.Error):
                     self.everybody |= set(process.children(recursive=True))

@@ -216,7 +216,11 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         _start(begun)
     assert not ended.value.code
-    for override in ("total_training_steps=60", "total_training_steps=null", "val_only=True"):
+    for override in (
+        "total_training_steps=60",
+        "total_training_steps=null",
+        "val_only=True",
+    ):
         _start(begun, f"trainer.{override}")
     # verl's tracker still names step 50.
     last.rename(last.with_name("global_step_45"))
@@ -238,7 +242,10 @@ def test_the_last_checkpoints_of_all_starts_stay(
     for count, steps in ((None, {2, 4, 6, 8, 100}), (2, {4, 6, 8, 100})):
         keep = KeepLast(OmegaConf.create({"trainer": {"max_actor_ckpt_to_keep": count}}))
         keep.on_save(None, 8, str(folders[3]), async_save=False)
-        assert set(map(run_life._step, (folder / "checkpoints").glob("global_step_*"))) == steps
+        assert (
+            set(map(run_life._step, (folder / "checkpoints").glob("global_step_*")))
+            == steps
+        )
     assert [path.name for path in folders[1].rglob("*")] == ["notes.txt"]
 
 
@@ -276,7 +283,9 @@ def test_the_switch_is_the_module_of_verls_start(
     monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry)
     run_life.register_trainers()
     assert registry and all(issubclass(trainer, KeptRun) for trainer in registry.values())
-    assert all(issubclass(registry[name], trainer) for name, trainer in TRAINER_REGISTRY.items())
+    assert all(
+        issubclass(registry[name], trainer) for name, trainer in TRAINER_REGISTRY.items()
+    )
     _save(folder, 10)
     config = _compose(folder)
     assert patches.STARTS == []
@@ -349,16 +358,32 @@ def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
     # Step 3 fetches twice, three prompts each.
     assert fetched[:6] == [f"000003-{place:05d}" for place in range(6)]
     assert fetched[6:] == [f"000004-{place:05d}" for place in range(3)]
-    keys = ["000001-00002_0_0", "000001-00001_10_0", "000001-00001_2_10", "000001-00001_2_9"]
-    batch = KVBatchMeta(partition_id="train", keys=list(keys), tags=[{"row": i} for i in range(4)])
+    keys = [
+        "000001-00002_0_0",
+        "000001-00001_10_0",
+        "000001-00001_2_10",
+        "000001-00001_2_9",
+    ]
+    batch = KVBatchMeta(
+        partition_id="train", keys=list(keys), tags=[{"row": i} for i in range(4)]
+    )
     balanced = trainer._balance_batch(batch, {})
     # By numbers: session 2 is before 10, and its output 9 before 10.
-    assert [tag["row"] for tag in balanced.tags] == [3, 2, 1, 0] and balanced.keys == keys[::-1]
+    assert [tag["row"] for tag in balanced.tags] == [3, 2, 1, 0] and balanced.keys == keys[
+        ::-1
+    ]
 
 
 def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
     """The seeds of a response's three turns, for each of which verl's loops send the same parameters."""
-    values = {"run": 0, "step": 1, "validate": False, "session_id": 0, "index": 5, "uid": "a"}
+    values = {
+        "run": 0,
+        "step": 1,
+        "validate": False,
+        "session_id": 0,
+        "index": 5,
+        "uid": "a",
+    }
     values["raw_prompt"] = [{"role": "user", "content": "1+1"}]
     values.update(changes)
     parameters = {"temperature": 0.7}
@@ -366,8 +391,13 @@ def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
     async def generate(*, sampling_params: dict) -> dict:
         return sampling_params
 
-    async def conversation(self: Any, sampling_params: dict, *_: Any, **__: Any) -> list[dict]:
-        return [await self.llm_client.generate(sampling_params=sampling_params) for _ in range(3)]
+    async def conversation(
+        self: Any, sampling_params: dict, *_: Any, **__: Any
+    ) -> list[dict]:
+        return [
+            await self.llm_client.generate(sampling_params=sampling_params)
+            for _ in range(3)
+        ]
 
     monkeypatch.setattr(SeededAgentLoopWorker.__mro__[1], "_run_agent_loop", conversation)
     worker = SeededAgentLoopWorker.__new__(SeededAgentLoopWorker)

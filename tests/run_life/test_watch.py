@@ -46,7 +46,9 @@ def test_an_error_is_explained_by_a_death_alone(dead: list[str]) -> None:
         pass
 
 
-def test_the_trainer_is_interrupted(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_is_interrupted(
+    dead: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a lock, as verl's, and though Ctrl-C is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     monkeypatch.setattr(watch, "INTERVAL", 0.05)
@@ -57,7 +59,9 @@ def test_the_trainer_is_interrupted(dead: list[str], monkeypatch: pytest.MonkeyP
     assert isinstance(ended.value.__cause__, KeyboardInterrupt)
 
 
-def test_an_engine_is_dead_if_its_server_says_so_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_dead_if_its_server_says_so_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A server that is slow is not."""
     monkeypatch.setattr(watch, "SECONDS", 0.5)
     status = [200]
@@ -102,7 +106,10 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
         path = tmp_path / "processes.json"
         _await(lambda: path.exists() or driver.poll() is not None, "the run did not start")
         processes = {**json.loads(path.read_text()), "driver": driver.pid}
-        everybody |= {*driver.children(recursive=True), *map(psutil.Process, processes.values())}
+        everybody |= {
+            *driver.children(recursive=True),
+            *map(psutil.Process, processes.values()),
+        }
         spared = {processes["upload"]}
         if name == "driver":
             # Ray ends no children of a worker whose raylet was killed before.
@@ -114,7 +121,9 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
         os.kill(processes[name], signal.SIGKILL)
         assert driver.wait(timeout=BOUND) == status
         _await(
-            lambda: not any(lives(member) for member in everybody if member.pid not in spared),
+            lambda: (
+                not any(lives(member) for member in everybody if member.pid not in spared)
+            ),
             f"not gone: {everybody}",
         )
         assert lives(psutil.Process(processes["upload"]))

@@ -62,16 +62,26 @@ WHOLE = {"token_weights": "uniform", "token_weight_options": {"mask_truncated": 
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_uniform_trains_as_the_stock_trainer(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Bit for bit: 4 updates, of 4 micro-batches of 2, by a generation batch that is used twice."""
     # A large step, so that a difference of advantages shows in the parameters.
-    settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.3, **MICRO, **options}
+    settings = {
+        "num_iterations": 2,
+        "max_steps": 4,
+        "learning_rate": 0.3,
+        **MICRO,
+        **options,
+    }
     kinds = {GRPOTrainer: {}, TokenWeightGRPOTrainer: WHOLE}
     ends = [
         parameters(trained(tmp_path, kind, weights=weights, **settings).model)
         for kind, weights in kinds.items()
     ]
-    assert torch.equal(*ends) and not torch.allclose(ends[0], parameters(new_model()), atol=1e-3)
+    assert torch.equal(*ends) and not torch.allclose(
+        ends[0], parameters(new_model()), atol=1e-3
+    )
 
 
 RESPONSES = [script for scripts in world.TEXTS.values() for script in scripts]
@@ -116,7 +126,10 @@ def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
 
 UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
     # Of the responses of the second prompt: a second function's rewards; the first one's are the script's.
-    "its weighted sum is too large": ([0.0, 1e17, 0.0, 0.0], {"reward_weights": [1.0, 100.0]}),
+    "its weighted sum is too large": (
+        [0.0, 1e17, 0.0, 0.0],
+        {"reward_weights": [1.0, 100.0]},
+    ),
     "a group of both signs": ([torch.inf, -torch.inf] * 2, {"scale_rewards": "group"}),
     "normalised apart": (
         [0.0, -torch.inf, 0.0, 0.0],
@@ -157,7 +170,9 @@ def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
     tmp_path: Path, name: str
 ) -> None:
     rewards, expected = UNJUDGED[name]
-    trainer = build(tmp_path, weights=WHOLE, reward=lambda **_: [*rewards, 1.0, 0.0, 1.0, 0.0])
+    trainer = build(
+        tmp_path, weights=WHOLE, reward=lambda **_: [*rewards, 1.0, 0.0, 1.0, 0.0]
+    )
     batch = generation_batch(trainer)
     # The second prompt has usable rewards alone; its responses are the last four.
     expected_B1 = torch.tensor(expected).nan_to_num(0.0)[:, None]
@@ -167,7 +182,9 @@ def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
 
 def logged(trainer: GRPOTrainer) -> dict[str, float]:
     """The figures of the first step."""
-    return next(entry for entry in trainer.state.log_history if "grail/selected_rate" in entry)
+    return next(
+        entry for entry in trainer.state.log_history if "grail/selected_rate" in entry
+    )
 
 
 def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +277,10 @@ def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(
     for skip, size in ((True, 4), (True, 1), (False, 4)):
         # A micro-batch of one response has no neighbour.
         is_refused = skip and size > 1
-        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+        sizes = {
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": 8 // size,
+        }
         weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
         trainer = build(tmp_path, weights=weights, model=DEPENDING[name](), **sizes)
         start = parameters(trainer.model).clone()
@@ -289,7 +309,10 @@ def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path
     """And more responses than one together."""
     weights = {"token_weights": Grail(gate="all", span="last")}
     trainer = build(
-        tmp_path, weights=weights, per_device_train_batch_size=2, gradient_accumulation_steps=4
+        tmp_path,
+        weights=weights,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
     )
     for _ in range(2):  # at first the model is asked how it computes
         with watch_inputs(trainer.model.model.embed_tokens) as shapes:
@@ -300,15 +323,22 @@ def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path
     assert max(rows * length for rows, length in shapes) <= 2 * width
 
 
-def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: Path) -> None:
+def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(
+    tmp_path: Path,
+) -> None:
     trainer = trained(tmp_path, log_completions=True)
     for name, value in plain_weights(Grail())[0].stats.items():
         assert logged(trainer)[f"grail/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
-    assert logged(trainer)["grail/truncated_rate"] == 1 / 8 and logged(trainer)["grail/seconds"] > 0
+    assert (
+        logged(trainer)["grail/truncated_rate"] == 1 / 8
+        and logged(trainer)["grail/seconds"] > 0
+    )
     assert list(trainer._logs["advantages"]) == pytest.approx(ADVANTAGES)
     # In evaluation TRL reads one advantage a response.
     trainer.model.eval()
-    assert generation_batch(trainer)["advantages"].shape == (8,), "evaluation is not weighted"
+    assert generation_batch(trainer)["advantages"].shape == (8,), (
+        "evaluation is not weighted"
+    )
 
 
 def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
@@ -324,11 +354,14 @@ def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
     # This control draws nothing.
     method = Grail(control="answer")
     torch.testing.assert_close(
-        of_responses(build(tmp_path, weights={"token_weights": method})), plain_weights(method)[1]
+        of_responses(build(tmp_path, weights={"token_weights": method})),
+        plain_weights(method)[1],
     )
 
 
-def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(tmp_path: Path) -> None:
+def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(
+    tmp_path: Path,
+) -> None:
     """Of a model whose padding token is not its end token."""
     scripts = {
         prompt: [
@@ -346,20 +379,29 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     """Token advantages are those of the model that it is merged into, and of the answer's format; it alone is trained."""
     torch.manual_seed(0)
     adapter = LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
     )
     method = Grail("robust", gate="all", leaf="middle")
     answer = {"answer": r" (?P<content>six|say|or)"}
     weights = {"token_weights": method, "peft_config": adapter, **answer}
     trainer = build(
-        tmp_path, weights=weights, gradient_checkpointing=True, max_steps=2, learning_rate=0.5
+        tmp_path,
+        weights=weights,
+        gradient_checkpointing=True,
+        max_steps=2,
+        learning_rate=0.5,
     )
     advantages = of_responses(trainer)
     assert all(p.grad is None for p in trainer.model.parameters())
     start = {name: values.clone() for name, values in trainer.model.state_dict().items()}
     trainer.train()
     adapted = dict(trainer.model.named_parameters())
-    moved = {name for name, values in adapted.items() if not torch.equal(values, start[name])}
+    moved = {
+        name for name, values in adapted.items() if not torch.equal(values, start[name])
+    }
     assert moved and all(adapted[name].requires_grad for name in moved)
     # Two steps at a rate of 0.5 have moved the adapter.
     # Back to the policy that was scored.
@@ -370,10 +412,15 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: float) -> None:
+def test_the_reference_is_the_model_without_its_adapter(
+    tmp_path: Path, beta: float
+) -> None:
     """By TRL's forward with a KL term, else by this package's; in a whole training, whose receipt finds nothing."""
     adapter = LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
     )
     method = method_of("progress_advantage", {"lam": 0.25})
     weights = {"token_weights": method, "peft_config": adapter}
@@ -406,9 +453,13 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
         build(tmp_path, data=data, tokenizer=tokenizer, weights={"token_weights": method})
     )
     examples = [
-        Example(row["prompt"], {"solution": row["solution"]}, {}) for row in data for _ in range(4)
+        Example(row["prompt"], {"solution": row["solution"]}, {})
+        for row in data
+        for _ in range(4)
     ]
-    result, expected = plain_weights(method, prompt="user: {} assistant: ", examples=examples)
+    result, expected = plain_weights(
+        method, prompt="user: {} assistant: ", examples=examples
+    )
     # Otherwise rlsd reads no column.
     assert result.stats["weight_deviation"] > 0.01
     torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-3)
@@ -428,7 +479,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         "multi_objective_aggregation": "normalize_then_sum",
         "token_weights": "turn_rloo",
     },
-    "turns are divided by no deviation": {"scale_rewards": "batch", "token_weights": "turn_rloo"},
+    "turns are divided by no deviation": {
+        "scale_rewards": "batch",
+        "token_weights": "turn_rloo",
+    },
     "turns have a deviation of their own": {
         "scale_rewards": "none",
         "token_weights": "turn_grpo:gamma=1",
@@ -474,7 +528,9 @@ EXAMPLES = {**REFUSED, **AGAINST_SKIPPING, **WARNED}
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Arguments]:
     """Makes those of a trainer with other settings than its own: this machine cannot start all of them."""
-    trainer = build(tmp_path_factory.mktemp("rules"), loss_type="dr_grpo", scale_rewards="group")
+    trainer = build(
+        tmp_path_factory.mktemp("rules"), loss_type="dr_grpo", scale_rewards="group"
+    )
 
     def changed(**example: Any) -> Arguments:
         method = parse_method(example.get("token_weights", "grail"))
@@ -513,7 +569,10 @@ def test_a_setting_breaks_its_rule_alone(
     # One rule and no other.
     (rule,) = (rule for rule in ALL_RULES if rule.when(settings))
     option = OF_METHOD.get(name, next(iter(EXAMPLES[name])))
-    names = {*inspect.signature(GRPOConfig).parameters, *inspect.signature(GRPOTrainer).parameters}
+    names = {
+        *inspect.signature(GRPOConfig).parameters,
+        *inspect.signature(GRPOTrainer).parameters,
+    }
     assert option in names or name in OF_METHOD
     assert rule.warned == (name in WARNED)
     refusal = pytest.raises(ValueError, match=f"^{option}=")
@@ -537,7 +596,9 @@ def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None
     model = router.build(vocab_size=len(world.PIECES), max_position_embeddings=4096)
     with pytest.raises(ValueError, match="router_aux_loss_coef"):
         build(
-            tmp_path, model=model, weights={"token_weights": "uniform", "skip_zero_advantage": True}
+            tmp_path,
+            model=model,
+            weights={"token_weights": "uniform", "skip_zero_advantage": True},
         )
 
 
@@ -551,17 +612,27 @@ def test_options_are_refused_as_a_trainer_is_made(
         ("scale_rewards", {"token_weights": "turn_rloo"}, {}),
         ("temperature", {}, {"temperature": 0.0}),
         ("every", {"token_dump": {"every": 2}}, {}),
-        (r"^token_dump\.every=10\.0", {"token_dump": {"folder": "tokens", "every": 10.0}}, {}),
+        (
+            r"^token_dump\.every=10\.0",
+            {"token_dump": {"folder": "tokens", "every": 10.0}},
+            {},
+        ),
         ("rows", {"token_dump": {"folder": "tokens", "rows": 4}}, {}),
     ):
         with pytest.raises(ValueError, match=option):
             build(tmp_path, weights=weights, **settings)
     # An update has 256 responses with any number of processes.
     published = GRPOConfig(
-        **{**world.WORLD["settings"], **trl_arguments(processes=1), "output_dir": str(tmp_path)}
+        **{
+            **world.WORLD["settings"],
+            **trl_arguments(processes=1),
+            "output_dir": str(tmp_path),
+        }
     )
     names = ("loss_type", "bf16", "top_entropy_quantile")
-    check_rules(rules.RULES, arguments(**{name: getattr(published, name) for name in names}))
+    check_rules(
+        rules.RULES, arguments(**{name: getattr(published, name) for name in names})
+    )
     assert published.generation_batch_size == 256 and published.num_iterations == 4
 
 
@@ -580,7 +651,9 @@ def test_another_trl(
     assert "99.0" in caplog.text
 
     class Later(TokenWeightGRPOTrainer):
-        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        def _generate_and_score_completions(
+            self, inputs: list[dict[str, Any]]
+        ) -> dict[str, Any]:
             return GRPOTrainer._generate_and_score_completions(self, inputs)
 
     with pytest.raises(RuntimeError, match="advantages"):

@@ -60,7 +60,9 @@ def written_down(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
     return {
         "prompt_ids": [encode(prompt) for prompt in prompts],
         "completion_ids": [response.ids for response in hosts.RESPONSES],
-        "logprobs": [[-float(token) for token in response.ids] for response in hosts.RESPONSES],
+        "logprobs": [
+            [-float(token) for token in response.ids] for response in hosts.RESPONSES
+        ],
         "env_mask": [list(map(int, response.written)) for response in hosts.RESPONSES],
         "tool_rewards": [list(response.tool_rewards) for response in hosts.RESPONSES],
     }
@@ -68,9 +70,15 @@ def written_down(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "masked"),
-    [*((name, None) for name in METHODS), ("grail", hosts.TRUNCATED), ("stare", hosts.TRUNCATED)],
+    [
+        *((name, None) for name in METHODS),
+        ("grail", hosts.TRUNCATED),
+        ("stare", hosts.TRUNCATED),
+    ],
 )
-def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: int | None) -> None:
+def test_the_dump_is_that_of_a_plain_model(
+    tmp_path: Path, name: str, masked: int | None
+) -> None:
     """Bit for bit, as every number comes from the same computation in the same micro-batches. A response that TRL masks
     keeps its tokens, and receives nothing."""
     method = hosts.signal_of(name)
@@ -114,7 +122,9 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
     facts["ground_truth"] = [GOLD[response.prompt] for response in hosts.RESPONSES]
     rollouts = replace(rollouts, mask=mask_BT, facts=facts)
     # Tokens of TRL's micro-batch.
-    expected = hosts.plain_table(method, rollouts, tokens=hosts.COUNT * rollouts.padded_length)
+    expected = hosts.plain_table(
+        method, rollouts, tokens=hosts.COUNT * rollouts.padded_length
+    )
     # The sampled log-probabilities are written down, and not the plain model's.
     for values, response in zip(
         table["rollout_log_probs"].to_pylist(), hosts.RESPONSES, strict=True
@@ -131,7 +141,9 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
 
 def figures(folder: Path, name: str) -> dict[int, float]:
     """One of a run's, by step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return {line["step"]: line["data"][name] for line in lines if name in line["data"]}
 
 
@@ -143,9 +155,14 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
     trainer = build(tmp_path, max_steps=6, **saving)
     # Another training holds the folder: nothing is written.
-    with FileLock(tokens / ".run.lock"), pytest.raises(ValueError, match=r"^token_dump's folder="):
+    with (
+        FileLock(tokens / ".run.lock"),
+        pytest.raises(ValueError, match=r"^token_dump's folder="),
+    ):
         trainer.train()
-    assert not list(tmp_path.rglob("*.parquet")) and not list(tmp_path.rglob("metrics.jsonl"))
+    assert not list(tmp_path.rglob("*.parquet")) and not list(
+        tmp_path.rglob("metrics.jsonl")
+    )
     trainer.train()
     # Every second step of six, and a group of four of each step's two.
     rows = list(read_dump(tokens))
@@ -154,7 +171,12 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     # From step 3: step 4 is written again, and step 6 is gone.
     trainer = build(tmp_path, max_steps=4, **saving)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert read_dump(tokens).steps == [2, 4] and [*figures(tmp_path, "reward")] == [1, 2, 3, 4]
+    assert read_dump(tokens).steps == [2, 4] and [*figures(tmp_path, "reward")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     trainer.args.max_steps = 2
     trainer.train()
     # The last training began anew: that before it is in a folder of its own.
@@ -176,10 +198,14 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
     trained(tmp_path, max_steps=3, weights={"token_dump": dump}, **saving)
     rows = list(read_dump(tmp_path / "tokens"))
-    assert [row.effect_T is not None for row in rows] == [False] * 4 + [True] * 4 + [False] * 4
+    assert [row.effect_T is not None for row in rows] == [False] * 4 + [True] * 4 + [
+        False
+    ] * 4
     # The models before and after the second update are on the disk.
     rollouts = rollouts_of([row.token_ids_T.tolist() for row in rows[4:8]], [0.0] * 4)
-    rollouts = replace(rollouts, prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]])
+    rollouts = replace(
+        rollouts, prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]]
+    )
     old_BT, new_BT = (
         PlainHost(
             AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}"),
@@ -210,7 +236,9 @@ def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> N
         trainer.train()
     dump = read_dump(tmp_path / "tokens")
     assert [row.step for row in dump] == [1] * 8 + [2] * 8
-    assert [(receipt["step"], receipt["findings"]) for receipt in dump.receipts()] == [(1, [])]
+    assert [(receipt["step"], receipt["findings"]) for receipt in dump.receipts()] == [
+        (1, [])
+    ]
 
 
 def received(
@@ -237,7 +265,10 @@ def unread(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"loss_type": loss, "skip_zero_advantage": loss in ("bnpo", "grpo")} for loss in LOSSES),
+        *(
+            {"loss_type": loss, "skip_zero_advantage": loss in ("bnpo", "grpo")}
+            for loss in LOSSES
+        ),
         *({"loss_type": loss, "token_weights": "uniform"} for loss in ("luspo", "vespo")),
         *(
             {"loss_type": loss, "importance_sampling_level": "sequence", "delta": 1.5}
@@ -264,7 +295,9 @@ def test_a_run_received_what_it_intended(
     for row in rows:
         assert len(row.updates) == 2  # of four, by two iterations
         if row.updates[0] == 0 and loss_type != "sapo" and not is_refused:
-            np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-6)
+            np.testing.assert_allclose(
+                row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-6
+            )
         # What a token received is the mean over its two updates.
         mean_T = row.by_update_KT.mean(axis=0)
         np.testing.assert_allclose(row.received_T, mean_T, rtol=1e-5, atol=1e-7)

@@ -34,7 +34,9 @@ def trl_folder(packages: list[str]) -> Path:
     """A folder with these packages alone, kept beside the environment's packages."""
     name = "trl" if packages == NEWEST else f"trl-{packages[0].split('==')[1]}"
     folder = Path(sys.prefix) / name
-    names = [f"{package.replace('-', '_').replace('==', '-')}.dist-info" for package in packages]
+    names = [
+        f"{package.replace('-', '_').replace('==', '-')}.dist-info" for package in packages
+    ]
     if not all((folder / name).exists() for name in names):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
         subprocess.run([*pip, "--target", folder, *packages], check=True, timeout=TIMEOUT)

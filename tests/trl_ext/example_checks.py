@@ -31,7 +31,16 @@ from verl_cpu.tiny.task import Problem
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples" / "trl_grail.py")
-TEXTS = ("7+5-3+2", "1+8-4-2", "9-3+6+5", "4+4+4-7", "2+9-1+3", "8-5+7-6", "3+3+9-2", "6+1+5-8")
+TEXTS = (
+    "7+5-3+2",
+    "1+8-4-2",
+    "9-3+6+5",
+    "4+4+4-7",
+    "2+9-1+3",
+    "8-5+7-6",
+    "3+3+9-2",
+    "6+1+5-8",
+)
 GOLD = {chain.text: str(chain.answer) for chain in map(Problem.parse, TEXTS)}
 
 
@@ -41,9 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
     for part in load_shipped():
         part.save_pretrained(folder / "model")
-    answers = [{"solution": gold, "reward_model": {"ground_truth": gold}} for gold in GOLD.values()]
+    answers = [
+        {"solution": gold, "reward_model": {"ground_truth": gold}} for gold in GOLD.values()
+    ]
     prompts = [{"prompt": [{"role": "user", "content": text}]} for text in GOLD]
-    rows = [json.dumps(prompt | answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    rows = [
+        json.dumps(prompt | answer) for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     (folder / "problems.jsonl").write_text("\n".join(rows))
     return folder
 
@@ -76,9 +89,7 @@ def run(folder: Path, program: str, *arguments: str, succeeds: bool = True) -> s
 def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     # Small enough for a CPU: 32 responses an update.
     options = "--model model --data problems.jsonl --held-out problems.jsonl --output out --lora-rank 4 --bf16"
-    options += (
-        " --prompts 8 --rollouts 4 --micro-batch 32 --max-response 64 --dump-every 1 --steps 2"
-    )
+    options += " --prompts 8 --rollouts 4 --micro-batch 32 --max-response 64 --dump-every 1 --steps 2"
     output = run(folder, EXAMPLE, *options.split())
     assert output.rstrip().endswith("python -m grail_advantage.report out")
     report = open_run(folder / "out")
@@ -92,7 +103,9 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
         )
     # GRAIL scores responses with another answer than the ground truth.
     scored = [row for row in rows if row.no_scores is None]
-    assert scored and all(row.outcome == "wrong" and row.weight_T.std() > 0.1 for row in scored)
+    assert scored and all(
+        row.outcome == "wrong" and row.weight_T.std() > 0.1 for row in scored
+    )
     assert 0 < metrics["reward"][1] < 1 and 0 in metrics["eval_reward"]
     assert (folder / "out/adapter_model.safetensors").exists()
     settings = torch.load(folder / "out" / "training_args.bin", weights_only=False)
@@ -125,7 +138,9 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
     options = "--model model --method grail --out seen"
     run(folder, "grail_advantage.analyze", str(table), *options.split())
     dumped = sorted((row.prompt, row.reward) for row in open_run(folder / "page").dump)
-    assert sorted((row.prompt, row.reward) for row in open_run(folder / "seen").dump) == dumped
+    assert (
+        sorted((row.prompt, row.reward) for row in open_run(folder / "seen").dump) == dumped
+    )
 
 
 def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
@@ -153,7 +168,10 @@ def test_five_arms_run_once_each_and_uniform_is_stock(
 ) -> None:
     """In the plan's order; of a second start, the run that had not ended. The two train to the same bits."""
     monkeypatch.chdir(tmp_path)
-    sizes: dict[str, object] = {"TASKS": {"sums": five_arms.Task(64, ["1e-3"])}, "HELD_OUT": 2}
+    sizes: dict[str, object] = {
+        "TASKS": {"sums": five_arms.Task(64, ["1e-3"])},
+        "HELD_OUT": 2,
+    }
     sizes["SIZE"] = five_arms.SIZE.replace("--prompts 8", "--prompts 1").replace(
         "--steps 16", "--steps 1"
     )
@@ -163,7 +181,11 @@ def test_five_arms_run_once_each_and_uniform_is_stock(
     five_arms.main(["sums", "--seeds", "1"])
     folders = [run.folder for run in five_arms.planned("sums", five_arms.FIVE, 1, rate="")]
     # Two of the sweep, and the five of seed 0
-    assert [folder.parent.name for folder in folders] == ["uniform", "grail", *five_arms.FIVE]
+    assert [folder.parent.name for folder in folders] == [
+        "uniform",
+        "grail",
+        *five_arms.FIVE,
+    ]
     models = [(folder / "model.safetensors").read_bytes() for folder in folders[2:]]
     assert models[0] == models[-1] and len(set(models)) == 4
     ended = [folder / "trainer_state.json" for folder in folders]
@@ -218,7 +240,9 @@ def test_a_run_with_the_published_arguments(folder: Path) -> None:
         assert getattr(settings, name) == {"scale_rewards": "none"}.get(
             name, overrides.get(name, value)
         ), name
-    questions = [row["prompt"][0]["content"] for row in problems(str(folder / "problems.jsonl"))]
+    questions = [
+        row["prompt"][0]["content"] for row in problems(str(folder / "problems.jsonl"))
+    ]
     assert questions == [text + PUBLISHED_SUFFIX for text in GOLD]
     defaults = GRPOConfig("out", use_cpu=True)
     named = {row.name: row.theirs for row in TRAINER if row.place.startswith("TRL")}

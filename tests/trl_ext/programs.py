@@ -27,11 +27,18 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the figures, and the parameters at the end."""
-    options: dict[str, Any] = {"max_steps": 3, "loss_type": "dr_grpo", "learning_rate": 0.05}
+    options: dict[str, Any] = {
+        "max_steps": 3,
+        "loss_type": "dr_grpo",
+        "learning_rate": 0.05,
+    }
     # A group of eight in place of two of four.
     if name == "turn_rloo":  # the responses of one prompt are on all ranks
         options = world.talks(*list(world.TALKS)[:1]) | options | {"num_generations": 8}
-    options["weights"] = {**WEIGHTS[name], "token_dump": folder.parent / f"{name} of {world_size}"}
+    options["weights"] = {
+        **WEIGHTS[name],
+        "token_dump": folder.parent / f"{name} of {world_size}",
+    }
     trainer = world.trained(folder, per_device_train_batch_size=8 // world_size, **options)
     figures = {
         key.split("/")[-1]: value
@@ -92,7 +99,12 @@ def on_card(folder: Path) -> None:
             assert advantages.device == card.DEVICE
             print(
                 json.dumps(
-                    [name, float((advantages.cpu() - expected).abs().max() / expected.abs().max())]
+                    [
+                        name,
+                        float(
+                            (advantages.cpu() - expected).abs().max() / expected.abs().max()
+                        ),
+                    ]
                 )
             )
 
@@ -104,7 +116,10 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("fork")
     arguments = (int(sys.argv[1]), Path(sys.argv[2]))
     pairs = [(rank, world_size) for world_size in (2, 1) for rank in range(world_size)]
-    ranks = [context.Process(target=start, args=(*pair, *arguments), daemon=True) for pair in pairs]
+    ranks = [
+        context.Process(target=start, args=(*pair, *arguments), daemon=True)
+        for pair in pairs
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:

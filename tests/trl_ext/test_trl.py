@@ -68,12 +68,19 @@ def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
     assert first["distributed"] == second["distributed"] == "DistributedDataParallel"
     # Both ranks hold the same parameters, to the bit.
     assert torch.equal(first["parameters"], second["parameters"])
-    torch.testing.assert_close(first["parameters"], alone["parameters"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        first["parameters"], alone["parameters"], rtol=1e-3, atol=1e-4
+    )
     # The main process logs.
     figures = first["figures"]
     # One of the eight responses is cut off.
     assert figures["truncated_rate"] == (0 if name == "turn_rloo" else 1 / 8)
-    for figure in ("truncated_rate", "answer_found_rate", "selected_rate", "weight_one_rate"):
+    for figure in (
+        "truncated_rate",
+        "answer_found_rate",
+        "selected_rate",
+        "weight_one_rate",
+    ):
         assert figures[figure] == pytest.approx(alone["figures"][figure]), figure
     dump, expected_dump = (read_dump(folder / f"{name} of {size}") for size in (2, 1))
     for receipts in (dump.receipts(), expected_dump.receipts()):
@@ -97,7 +104,9 @@ def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
 def test_weights_on_another_device_are_those_of_the_cpu(tmp_path: Path) -> None:
     """One that mixes with no tensor of the CPU and has no float64, as Apple's MPS."""
     output = run(["-m", "tests.trl_ext.programs", "card", str(tmp_path)], NEWEST)
-    differences = dict(json.loads(line) for line in output.splitlines() if line.startswith('["'))
+    differences = dict(
+        json.loads(line) for line in output.splitlines() if line.startswith('["')
+    )
     assert len(differences) == 6
     for name, value in differences.items():
         assert value < (1e-2 if "oar" in name else 1e-5), name

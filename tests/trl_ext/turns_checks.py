@@ -35,10 +35,14 @@ def expected(scripts: Sequence[Script] = RESPONSES) -> dict[str, list[float]]:
     groups = [place // world.GENERATIONS for place in range(len(scripts))]
     rewards = [script.rewards for script in scripts]
     advantages = turn_advantages(rewards, [script.outcome for script in scripts], groups)
-    return {script.turns[0]: turns for script, turns in zip(scripts, advantages, strict=True)}
+    return {
+        script.turns[0]: turns for script, turns in zip(scripts, advantages, strict=True)
+    }
 
 
-def assert_turns(ids: Any, mask: Any, values: Any, advantages: dict[str, list[float]]) -> Script:
+def assert_turns(
+    ids: Any, mask: Any, values: Any, advantages: dict[str, list[float]]
+) -> Script:
     """That the turns of a response are the script's, and each has its advantage on all of its tokens, 0 between."""
     ids, mask, values = (np.array(part) for part in (ids, mask, values))
     script = world.script_of(ids[: len(mask)].tolist(), RESPONSES)
@@ -52,7 +56,9 @@ def assert_turns(ids: Any, mask: Any, values: Any, advantages: dict[str, list[fl
     return script
 
 
-def assert_batches(batches: Sequence[dict[str, Any]], advantages: dict[str, list[float]]) -> None:
+def assert_batches(
+    batches: Sequence[dict[str, Any]], advantages: dict[str, list[float]]
+) -> None:
     """That all responses are there, each in one batch, and each turn has its advantage."""
     scripts = []
     for batch in batches:
@@ -66,7 +72,10 @@ def assert_batches(batches: Sequence[dict[str, Any]], advantages: dict[str, list
 def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path) -> None:
     """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
     in micro-batches; a tool's tokens receive nothing."""
-    weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path / "tokens", "responses": None}}
+    weights = {
+        **ENVIRONMENT,
+        "token_dump": {"folder": tmp_path / "tokens", "responses": None},
+    }
     settings = {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     trainer = trained(tmp_path, Watched, weights=weights, **talks() | settings | sizes)
@@ -75,13 +84,20 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
     assert_batches(trainer.seen[:4], advantages)
     assert mismatches(tmp_path / "tokens") == [[]]
     for row, script in zip(read_dump(tmp_path / "tokens"), RESPONSES, strict=True):
-        assert assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, advantages) is script
+        assert (
+            assert_turns(row.token_ids_T, row.mask_T, row.advantage_T, advantages) is script
+        )
         turn_rewards = [sum(calls) for calls in row.labels["turn_rewards"]]
         assert (turn_rewards, row.reward) == (list(script.rewards), script.outcome)
         # A tool answers after every turn but the last.
         assert len(row.labels.get("tool", [])) == len(script.turns) - 1
-        assert not row.received_T[~row.mask_T.astype(bool)].any() and list(row.updates) == [0, 1]
-        np.testing.assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
+        assert not row.received_T[~row.mask_T.astype(bool)].any() and list(row.updates) == [
+            0,
+            1,
+        ]
+        np.testing.assert_allclose(
+            row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5
+        )
     assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
 
 
@@ -95,10 +111,14 @@ def test_what_a_reward_function_logs_comes_first(tmp_path: Path, environment: di
     options = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns"}}
     scripts = []
     for script in RESPONSES:
-        failures = [turn.count("null") + turn.count("no_such_tool") for turn in script.turns]
+        failures = [
+            turn.count("null") + turn.count("no_such_tool") for turn in script.turns
+        ]
         # The judge and the environment each give the outcome.
         outcome = script.outcome * (1 + ("environment_factory" in environment))
-        scripts.append(Script(script.turns, outcome, [-0.1 - 0.5 * count for count in failures]))
+        scripts.append(
+            Script(script.turns, outcome, [-0.1 - 0.5 * count for count in failures])
+        )
     settings = talks() | {"reward": judge, "log_completions": True}
     trainer = trained(tmp_path, Watched, weights=options | environment, **settings)
     assert_batches(trainer.seen, expected(scripts))
@@ -124,7 +144,11 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
         # get_reward() appends 1/8 after the last turn, and gives 1/2.
         rewards = [*script.rewards[:-1], script.rewards[-1] + 0.125]
         scripts.append(Script(script.turns, 2 * script.outcome + 0.5, rewards))
-    options = talks() | {"reward": world.outcomes(), "reward_weights": [2.0], "max_steps": 2}
+    options = talks() | {
+        "reward": world.outcomes(),
+        "reward_weights": [2.0],
+        "max_steps": 2,
+    }
     weights = ENVIRONMENT | {"environment_factory": Rewarding}
     for batch in trained(tmp_path, Watched, weights=weights, **options).seen:
         assert_batches([batch], expected(scripts))
@@ -172,7 +196,9 @@ def test_conversations_that_end_at_the_limit(
     for row, script, mask_T in zip(rows, scripts, written, strict=True):
         trains = not (masked and row.truncated)
         assert row.mask_T.astype(bool).tolist() == (mask_T & trains).tolist()
-        for (start, end), advantage in zip(runs(mask_T), advantages[script.turns[0]], strict=True):
+        for (start, end), advantage in zip(
+            runs(mask_T), advantages[script.turns[0]], strict=True
+        ):
             values_K = row.advantage_T[start:end]
             np.testing.assert_allclose(values_K, advantage * trains, rtol=1e-5, atol=1e-6)
 

@@ -28,7 +28,13 @@ from tests.core.tiny_models import CHARACTERS, END_ID, PAD, tiny_model
 
 START = "<|im_start|>"
 CHAT_END = "<|im_end|>"
-PIECES = [*({" ": "Ġ"}.get(letter, letter) for letter in CHARACTERS), PAD, CHAT_END, START, "Ċ"]
+PIECES = [
+    *({" ": "Ġ"}.get(letter, letter) for letter in CHARACTERS),
+    PAD,
+    CHAT_END,
+    START,
+    "Ċ",
+]
 """By id; those of the characters, of the padding and of the end are as in ``tiny_models``."""
 WORLD = json.loads(Path(__file__).with_suffix(".json").read_text())
 """Responses by prompt, settings of a small run on the CPU, and texts of ``GRPOTrainer``'s methods that are relied on."""
@@ -57,7 +63,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special = {"pad_token": PAD, "eos_token": CHAT_END, "additional_special_tokens": [START]}
+    special = {
+        "pad_token": PAD,
+        "eos_token": CHAT_END,
+        "additional_special_tokens": [START],
+    }
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=qwen3_chat_template, **special
     )
@@ -81,7 +91,9 @@ def _script(turns: list[str | list[Any]], **options: Any) -> Script:
     """A turn that is a list of values guesses these, in parallel."""
     call = '<tool_call>\n{{"name": "guess", "arguments": {{"value": {}}}}}\n</tool_call>'.format
     texts = [
-        turn if isinstance(turn, str) else "\n".join(call(json.dumps(value)) for value in turn)
+        turn
+        if isinstance(turn, str)
+        else "\n".join(call(json.dumps(value)) for value in turn)
         for turn in turns
     ]
     return Script(texts, **options)
@@ -89,7 +101,10 @@ def _script(turns: list[str | list[Any]], **options: Any) -> Script:
 
 Scripts = Mapping[str, Sequence[Script]]  # by prompt
 TEXTS, TALKS = (
-    {prompt: [_script(**script) for script in scripts] for prompt, scripts in WORLD[part].items()}
+    {
+        prompt: [_script(**script) for script in scripts]
+        for prompt, scripts in WORLD[part].items()
+    }
     for part in ("texts", "talks")
 )
 """Without tools, where one does not end, which is the longest; and conversations, whose number is 40."""
@@ -101,13 +116,23 @@ class PlainLogProbs:
 
     @staticmethod
     def apply(
-        hidden_ND, weight_VD, bias_V, targets_N, temperature, _chunk, softcap, scale, outputs
+        hidden_ND,
+        weight_VD,
+        bias_V,
+        targets_N,
+        temperature,
+        _chunk,
+        softcap,
+        scale,
+        outputs,
     ):
         assert softcap is None and scale == 1.0
         log_probs_NV = (
             torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float() / temperature
         ).log_softmax(-1)
-        entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1) if "entropy" in outputs else None
+        entropy_N = (
+            -(log_probs_NV.exp() * log_probs_NV).sum(-1) if "entropy" in outputs else None
+        )
         return log_probs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N, None, None, None
 
 
@@ -117,7 +142,9 @@ if trl_utils._ChunkedLogProbFunction is None:
 
 def new_model(**options: Any) -> Any:
     """Always the same."""
-    return tiny_model(vocab_size=len(PIECES), **{"max_position_embeddings": 4096, **options})
+    return tiny_model(
+        vocab_size=len(PIECES), **{"max_position_embeddings": 4096, **options}
+    )
 
 
 def speaks(model: Any, scripts: Scripts) -> Any:
@@ -133,10 +160,16 @@ def speaks(model: Any, scripts: Scripts) -> Any:
             # The prompt is the one that the conversation so far begins with.
             text = tokenizer().decode(ids_P[mask_P])
             prompt = next(prompt for prompt in scripts if prompt in text)
-            turns = re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL)
+            turns = re.findall(
+                r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.DOTALL
+            )
             # Scripts that begin with the turns that were said.
-            fitting = [script for script in scripts[prompt] if script.turns[: len(turns)] == turns]
-            responses.append(torch.tensor(fitting[seen[prompt] % len(fitting)].tokens[len(turns)]))
+            fitting = [
+                script for script in scripts[prompt] if script.turns[: len(turns)] == turns
+            ]
+            responses.append(
+                torch.tensor(fitting[seen[prompt] % len(fitting)].tokens[len(turns)])
+            )
             # Only a first turn begins another response.
             seen[prompt] += not turns
         padded = torch.nn.utils.rnn.pad_sequence(
@@ -151,7 +184,9 @@ def speaks(model: Any, scripts: Scripts) -> Any:
 def script_of(completion_T: list[int], scripts: Sequence[Script]) -> Script:
     """By the first turn, which is no other script's."""
     return next(
-        script for script in scripts if completion_T[: len(script.tokens[0])] == script.tokens[0]
+        script
+        for script in scripts
+        if completion_T[: len(script.tokens[0])] == script.tokens[0]
     )
 
 
@@ -171,7 +206,11 @@ def chats(*texts: str, **columns: Any) -> Dataset:
 
 
 def build(
-    folder: Path, kind: Any = TokenWeightGRPOTrainer, /, scripts: Scripts = TEXTS, **options: Any
+    folder: Path,
+    kind: Any = TokenWeightGRPOTrainer,
+    /,
+    scripts: Scripts = TEXTS,
+    **options: Any,
 ) -> Any:
     """A trainer in training mode, between two steps, with ``weights`` for its own arguments; others are TRL's
     settings. The process forgets the precision of the one before."""

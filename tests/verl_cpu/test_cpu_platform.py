@@ -37,7 +37,9 @@ print("PROBE" + json.dumps([sorted(PlatformRegistry.registered_names()), *files,
 def test_nothing_of_it_is_used_on_other_platforms() -> None:
     """By verl, and by the recipe. What it registers on the CPU, every whole run of the tests needs."""
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("VERL_", "VLLM_"))
     }
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-c", PROBE]
@@ -80,9 +82,13 @@ def test_log_probabilities_are_exact(
     verls = results(in_a_loop, dtype)
     ours = results(torch_functional.logprobs_from_logits_v2, dtype)
     exact = results(in_a_loop, torch.float64)
-    assert ours[0].dtype == torch.promote_types(dtype, torch.float32) and exact[0].min() < -50
+    assert (
+        ours[0].dtype == torch.promote_types(dtype, torch.float32) and exact[0].min() < -50
+    )
     torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(ours[1].double(), exact[1], rtol=torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(
+        ours[1].double(), exact[1], rtol=torch.finfo(dtype).eps, atol=1e-5
+    )
     if dtype == torch.bfloat16:
         assert (verls[0] - exact[0]).abs().max() > 0.01
     else:
@@ -95,13 +101,17 @@ def test_weights_arrive_twice_and_leave_nothing(
     """From two trainer ranks to two rollout workers. The second synchronisation brings the second weights; a rollout
     worker may ask before the trainer has written."""
     monkeypatch.setattr(checkpoint_engine, "FOLDER", tmp_path)
-    trainers = [HostCheckpointEngine(bucket_size=1, is_master=rank == 0) for rank in range(2)]
+    trainers = [
+        HostCheckpointEngine(bucket_size=1, is_master=rank == 0) for rank in range(2)
+    ]
     rollouts = [HostCheckpointEngine(bucket_size=1) for _ in range(2)]
 
     async def received(engine: HostCheckpointEngine) -> dict[str, torch.Tensor]:
         return {name: tensor async for name, tensor in engine.receive_weights()}
 
-    async def synchronise(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    async def synchronise(
+        weights: dict[str, torch.Tensor],
+    ) -> list[dict[str, torch.Tensor]]:
         paths = [engine.prepare() for engine in (*trainers, *rollouts)]
         topologies = HostCheckpointEngine.build_topology(2, 2, paths)
         for engines, topology in zip((trainers, rollouts), topologies, strict=True):
@@ -121,7 +131,9 @@ def test_weights_arrive_twice_and_leave_nothing(
 
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
-        weights = {name: torch.randn(3, 5, generator=generator) for name in ("embed", "head")}
+        weights = {
+            name: torch.randn(3, 5, generator=generator) for name in ("embed", "head")
+        }
         for result in asyncio.run(synchronise(weights)):
             assert result.keys() == weights.keys()
             assert all(map(torch.equal, result.values(), weights.values()))
@@ -191,7 +203,10 @@ def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(
         request = json.loads(done.stdout)
         assert (done.stderr, request["name"]) == (answer, "__main__")
         assert request["arguments"] == [str(script), "-x"]
-        assert (request["folder"], request["nice"]) == (str(tmp_path), min(os.nice(0) + 3, 19))
+        assert (request["folder"], request["nice"]) == (
+            str(tmp_path),
+            min(os.nice(0) + 3, 19),
+        )
         assert request["environment"].items() >= environment.items()
         assert "HOME" not in request["environment"]
         return request

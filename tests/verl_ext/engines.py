@@ -24,7 +24,11 @@ from verl.workers.engine import EngineRegistry
 
 from grail_advantage.verl_ext.exchange import build_request, rows_of
 from grail_advantage.verl_ext.own_forward import OwnForward
-from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, UpdateReader, token_scores
+from grail_advantage.verl_ext.worker import (
+    TokenWeightTrainingWorker,
+    UpdateReader,
+    token_scores,
+)
 
 REFERENCE = "packed_attention_reference"
 # Without an accelerator there is no pinned memory, to which verl offloads activations.
@@ -129,7 +133,9 @@ def attend(
     Without positions all is one row, as in flash attention."""
     # Positions 0 1 2 0 1 are two responses: segments 1 1 1 2 2.
     segment_S = (
-        torch.zeros(query.shape[1]) if position_ids is None else (position_ids[0] == 0).cumsum(0)
+        torch.zeros(query.shape[1])
+        if position_ids is None
+        else (position_ids[0] == 0).cumsum(0)
     )
     visible_SS = (segment_S.unsqueeze(1) == segment_S).tril()
     output = F.scaled_dot_product_attention(
@@ -147,7 +153,9 @@ def install_reference() -> None:
     monkey_patch._flash_attention_forward = attend
 
 
-def batch_of(rows: Sequence[dict[str, Any]], without: Collection[str] = (), **settings: Any) -> Any:
+def batch_of(
+    rows: Sequence[dict[str, Any]], without: Collection[str] = (), **settings: Any
+) -> Any:
     """Responses as verl's workers get them."""
     rows = [{name: row[name] for name in row if name not in without} for row in rows]
     # Fields of different lengths become nested; the places, two numbers each, are stacked.
@@ -183,14 +191,19 @@ def shards(engine: Any) -> list[torch.Tensor]:
 def whole_blocks(engine: Any) -> Iterator[list[int]]:
     """How many of FSDP2's blocks are in memory as a whole each time that a backward comes to one, and at the end."""
     blocks = [block for block in engine.module.modules() if hasattr(block, "self_attn")]
-    groups = [group for block in blocks for group in block._get_fsdp_state()._fsdp_param_groups]
+    groups = [
+        group for block in blocks for group in block._get_fsdp_state()._fsdp_param_groups
+    ]
     held: list[int] = []
 
     def count(_gradient: torch.Tensor | None = None) -> None:
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
         # FSDP2 frees a block by giving its storage back; the tensor stays.
         held.append(
-            sum(weight is not None and weight.untyped_storage().size() > 0 for weight in full)
+            sum(
+                weight is not None and weight.untyped_storage().size() > 0
+                for weight in full
+            )
         )
 
     def watch(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:

@@ -21,5 +21,7 @@ class EveryMethodTrainer(MyTrainerWithTokenWeights):
         super().on_step_begin()
         names = os.environ["EVERY_METHOD_NAMES"].split(",")
         with open_dict(self.config):
-            self.config.algorithm.adv_estimator = names[(self.global_steps - 1) % len(names)]
+            self.config.algorithm.adv_estimator = names[
+                (self.global_steps - 1) % len(names)
+            ]
         self.settings = Settings.parse(self.config)

@@ -74,7 +74,10 @@ def made_up_saliency(
     tokens_S: torch.Tensor, temperature: float = 1.0, step: int = 1
 ) -> torch.Tensor:
     """A figure of each token, its position, and what a pass is asked for beside the responses."""
-    return 0.1 * step + ((tokens_S * 31 + torch.arange(len(tokens_S)) * 17) % 11) / 11 / temperature
+    return (
+        0.1 * step
+        + ((tokens_S * 31 + torch.arange(len(tokens_S)) * 17) % 11) / 11 / temperature
+    )
 
 
 def row_of(
@@ -103,7 +106,8 @@ def plain_rows() -> dict[str, dict[str, Any]]:
     # The data set has the field in every row, or in none.
     nothing = {name: {} for name in FACTS} | {"data_source": "gsm8k"}
     return {
-        key: row_of(*contents, **(FACTS if key == "a_0_0" else nothing)) for key, *contents in ROWS
+        key: row_of(*contents, **(FACTS if key == "a_0_0" else nothing))
+        for key, *contents in ROWS
     }
 
 
@@ -130,9 +134,13 @@ class Store:
         rows = [self.rows[key] for key in keys]
         names = [name for name in select_fields if all(name in row for row in rows)]
         self.fetched.update(names)
-        return tu.list_of_dict_to_tensordict([{name: row[name] for name in names} for row in rows])
+        return tu.list_of_dict_to_tensordict(
+            [{name: row[name] for name in names} for row in rows]
+        )
 
-    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
+    def kv_batch_put(
+        self, keys: list[str], partition_id: str, fields: TensorDict
+    ) -> KVBatchMeta:
         for name, column in fields.items():
             for key, value in zip(keys, column.unbind(), strict=True):
                 # A view would keep the whole column alive.
@@ -180,7 +188,9 @@ def run_loss(
 
 def loss_worker(actor: Any, **engine: Any) -> Any:
     """verl's worker with an actor's configuration, as far as the reader of an update knows it."""
-    return SimpleNamespace(engine=SimpleNamespace(**engine), loss_fn=partial(ppo_loss, actor))
+    return SimpleNamespace(
+        engine=SimpleNamespace(**engine), loss_fn=partial(ppo_loss, actor)
+    )
 
 
 class Workers:
@@ -220,12 +230,16 @@ class Workers:
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
         names = ("signal", "temperature", "step")
-        signal, *how = (tu.get_non_tensor_data(request, name, default=None) for name in names)
+        signal, *how = (
+            tu.get_non_tensor_data(request, name, default=None) for name in names
+        )
         scores = []
         for row in rows_of(request):
             self.own.append(row.tokens)
             values_P = made_up_saliency(row.tokens, *how)[row.start - 1 :]
-            scores.append(RowScores(signal.of_row(row, values_P, values_P).scores, values_P))
+            scores.append(
+                RowScores(signal.of_row(row, values_P, values_P).scores, values_P)
+            )
         return build_reply(scores)
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
@@ -239,7 +253,9 @@ class Workers:
         places = [int(self.store.rows[key].get(PLACES, [0])[0]) for key in batch.keys]
         if LEAVE_OUT in batch.extra_info:
             trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
-            data = tu.index_select_tensor_dict(data, torch.tensor(trained).nonzero().flatten())
+            data = tu.index_select_tensor_dict(
+                data, torch.tensor(trained).nonzero().flatten()
+            )
         worker = self.training_worker()
         for _ in range(batch.extra_info["epochs"]):
             self.optimise(worker, data, places)
@@ -258,7 +274,9 @@ class Workers:
             self.step(worker, data)
 
     def step(self, worker: Any, data: TensorDict) -> None:
-        scale = self.fault if self.scaler is None else float(self.scaler.scale(torch.ones(())))
+        scale = (
+            self.fault if self.scaler is None else float(self.scaler.scale(torch.ones(())))
+        )
         for rows in torch.arange(len(data)).split(self.micro_batch):
             part = tu.index_select_tensor_dict(data, rows)
             moved = [old_T + self.moved for old_T in part["old_log_probs"].unbind()]
@@ -370,7 +388,9 @@ def receipt_by(
     fields = {"keys": [f"r{place}" for place in chosen], "places": list(chosen)}
     fields["columns"] = {name: values_BT[chosen] for name, values_BT in columns.items()}
     responses = SimpleNamespace(mask=mask_BT[chosen], **fields)
-    part: Any = SimpleNamespace(rollouts=responses, advantages=(advantages_BT * mask_BT)[chosen])
+    part: Any = SimpleNamespace(
+        rollouts=responses, advantages=(advantages_BT * mask_BT)[chosen]
+    )
     return receipt_of(part, of_ranks, tokens=mask_BT.sum(dim=1).tolist(), **options)
 
 

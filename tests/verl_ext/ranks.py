@@ -79,7 +79,9 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
     for process in processes:
         process.kill()
     texts = [f"{log.name}: ...{log.read_text()[-3000:]}" for log in logs]
-    assert all(code == 0 for code in codes), f"the ranks ended with {codes}\n" + "\n".join(texts)
+    assert all(code == 0 for code in codes), f"the ranks ended with {codes}\n" + "\n".join(
+        texts
+    )
     files = [_result(folder, part, rank) for rank in range(world_size)]
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
@@ -137,11 +139,19 @@ GRADIENT: dict[str, Pass] = {
         1.0,
         Sizes(rows=3),
     ),
-    "oar_g, port, last": (build("oar_g", {**PORT, "probe": "last"}), 1.0, Sizes(budget=260)),
+    "oar_g, port, last": (
+        build("oar_g", {**PORT, "probe": "last"}),
+        1.0,
+        Sizes(budget=260),
+    ),
 }
 PERTURBATION: dict[str, Pass] = {
     "oar_p": (build("oar_p"), 1.0, Sizes(rows=5)),
-    "oar_p, port, last": (build("oar_p", {**PORT, "probe": "last"}), 1.0, Sizes(budget=400)),
+    "oar_p, port, last": (
+        build("oar_p", {**PORT, "probe": "last"}),
+        1.0,
+        Sizes(budget=400),
+    ),
     "oar_p, few, joint": (
         build("oar_p", {"probe": "answer_joint", "max_perturbations": 7}),
         1.0,
@@ -157,7 +167,9 @@ OWN = {**SALIENCY, **GRADIENT, **PERTURBATION, **INFERENCE}
 ORIGINAL = {"use_orig_params": True}
 SETUPS = {
     "fsdp2, lora": Setup(model="qwen3-tied", adapter="adapter"),
-    "fsdp, tied, no checkpointing": Setup(model="llama-tied", strategy="fsdp", checkpointing=False),
+    "fsdp, tied, no checkpointing": Setup(
+        model="llama-tied", strategy="fsdp", checkpointing=False
+    ),
     "fsdp2, packed": Setup(packed=True),
     "fsdp, parameters offloaded": Setup(
         strategy="fsdp", options={"param_offload": True, "optimizer_offload": True}
@@ -222,18 +234,24 @@ def pass_rows(name: str, rank: int, size: int) -> list[Row]:
         odd = rank % 2
         groups = [rank, rank, rank, -1 if odd else rank]
         pairs = enumerate(zip(GROUPS[odd], groups, strict=True))
-        return [row_of(rollout, place, signal.span, group) for place, (rollout, group) in pairs]
+        return [
+            row_of(rollout, place, signal.span, group) for place, (rollout, group) in pairs
+        ]
     share = (BATCH if name in SALIENCY else SHORT)[rank::size]
-    rows = [row_of(rollout, place, signal.span, rank) for place, rollout in enumerate(share)]
+    rows = [
+        row_of(rollout, place, signal.span, rank) for place, rollout in enumerate(share)
+    ]
     return [signal.prepare(row, char_tokenizer()) for row in rows]
 
 
-_PEOPLE_TRAIN = (
-    "qwen2 qwen3 qwen3_moe qwen3_5_text llama mistral gemma2 gemma3_text phi3 gpt_oss olmo2 olmo3"
-)
-ARCHITECTURES = {name: KINDS_OF_MODEL.get(name, Family(name)) for name in _PEOPLE_TRAIN.split()}
+_PEOPLE_TRAIN = "qwen2 qwen3 qwen3_moe qwen3_5_text llama mistral gemma2 gemma3_text phi3 gpt_oss olmo2 olmo3"
+ARCHITECTURES = {
+    name: KINDS_OF_MODEL.get(name, Family(name)) for name in _PEOPLE_TRAIN.split()
+}
 FAMILIES = {
-    f"{name}, {layout}": Setup(name, ranks=1, packed=layout == "packed", attention=family.attention)
+    f"{name}, {layout}": Setup(
+        name, ranks=1, packed=layout == "packed", attention=family.attention
+    )
     for name, family in ARCHITECTURES.items()
     for layout in ("packed", "padded")
 }
@@ -275,7 +293,9 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
             if "lora_B" in path or "lora_embedding_A" in path:
                 torch.nn.init.normal_(parameter, std=0.3)
         adapted.save_pretrained(folder / name)
-        models[name] = PeftModel.from_pretrained(tiny_model(**MODELS[base]), folder / name).eval()
+        models[name] = PeftModel.from_pretrained(
+            tiny_model(**MODELS[base]), folder / name
+        ).eval()
     return models
 
 
@@ -295,7 +315,11 @@ EVERY_AGGREGATION = [("vanilla", mode) for mode in AGGREGATIONS]
 EVERY_LOSS = [*EVERY_AGGREGATION, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
 UPDATES = {
     "packed, a token budget": (Setup(packed=True), Sizes(budget=60), EVERY_LOSS),
-    "padded, fixed micro-batches": (Setup(strategy="fsdp"), Sizes(rows=2), EVERY_AGGREGATION),
+    "padded, fixed micro-batches": (
+        Setup(strategy="fsdp"),
+        Sizes(rows=2),
+        EVERY_AGGREGATION,
+    ),
     "lora": (Setup(adapter="adapter"), Sizes(rows=4), [PLAIN_UPDATE]),
     "parameters offloaded": (
         Setup(options={"param_offload": True, "optimizer_offload": True}),
@@ -323,7 +347,9 @@ def modes_of(loss: tuple[str, str]) -> list[str]:
     return ["verl", "skipped, watched"]
 
 
-def response(prompt_P: torch.Tensor, response_T: torch.Tensor, **columns: Any) -> dict[str, Any]:
+def response(
+    prompt_P: torch.Tensor, response_T: torch.Tensor, **columns: Any
+) -> dict[str, Any]:
     """A response with the fields of verl's update; those of the loss are 1 where ``columns`` has none."""
     tokens = torch.cat([prompt_P, response_T])
     row = {"prompts": prompt_P, "responses": response_T, "input_ids": tokens}
@@ -335,11 +361,21 @@ def response(prompt_P: torch.Tensor, response_T: torch.Tensor, **columns: Any) -
 
 
 def update(
-    worker: Any, rows: list[dict[str, Any]], size: int, mode: str = "", epochs: int = 1, **loss: Any
+    worker: Any,
+    rows: list[dict[str, Any]],
+    size: int,
+    mode: str = "",
+    epochs: int = 1,
+    **loss: Any,
 ) -> dict[str, Any]:
     """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names
     what else is asked for."""
-    settings = {"temperature": TEMPERATURE, "calculate_entropy": False, "seed": 0, "epochs": epochs}
+    settings = {
+        "temperature": TEMPERATURE,
+        "calculate_entropy": False,
+        "seed": 0,
+        "epochs": epochs,
+    }
     settings |= dict.fromkeys(("global_batch_size", "mini_batch_size"), size)
     settings["dataloader_kwargs"] = {"shuffle": False}
     if "skipped" in mode:
@@ -386,7 +422,11 @@ def update(
 
 def verls_forward(worker: Any, rows: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
     """Old log-probabilities and entropies of responses as verl's trainer gets them, by a forward of their own."""
-    settings = {"temperature": TEMPERATURE, "calculate_entropy": True, "compute_loss": False}
+    settings = {
+        "temperature": TEMPERATURE,
+        "calculate_entropy": True,
+        "compute_loss": False,
+    }
     batch = batch_of(rows, **settings)
     output = worker.infer_batch(batch)
     columns = {}
@@ -412,7 +452,9 @@ class Rank:
     def _own(self, engine: Any, name: str, setup: Setup) -> dict[str, list[torch.Tensor]]:
         signal, temperature, sizes = OWN[name]
         rows = pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
-        return own_pass(engine, rows, signal, sizes, temperature=temperature, pad_token=PAD_ID)
+        return own_pass(
+            engine, rows, signal, sizes, temperature=temperature, pad_token=PAD_ID
+        )
 
     def _step(self, engine: Any, setup: Setup) -> float | None:
         """An optimiser step in two micro-batches. Its gradient norm, where verl gives it out."""
@@ -425,7 +467,10 @@ class Rank:
 
     def passes(self, name: str) -> dict[str, Any]:
         """Two optimiser steps of an engine, and of another one with all passes before them and one between them."""
-        return {"alone": self._steps(name, []), "after passes": self._steps(name, passes_of(name))}
+        return {
+            "alone": self._steps(name, []),
+            "after passes": self._steps(name, passes_of(name)),
+        }
 
     def _steps(self, name: str, passes: list[str]) -> dict[str, Any]:
         # A fresh engine has the same weights: two of them differ by their passes alone.
@@ -444,7 +489,13 @@ class Rank:
         norms.append(self._step(engine, setup))
         final = shards(engine)
         enabled = torch.is_grad_enabled()
-        return {"own": values, "merged": merged, "norms": norms, "final": final, "enabled": enabled}
+        return {
+            "own": values,
+            "merged": merged,
+            "norms": norms,
+            "final": final,
+            "enabled": enabled,
+        }
 
     def family(self, setup: Setup) -> tuple[bool, dict[str, Any]]:
         """Whether a kind of model's responses are alone in an update, and its passes, none where they are refused."""
@@ -478,7 +529,9 @@ class Rank:
 
         def advantages(update: int, *overrides: str) -> torch.Tensor:
             Sizes(rows=3).set(engine)
-            step = Step(*overrides, rows=rows, mode="separate_async", workers=lambda *_: workers)
+            step = Step(
+                *overrides, rows=rows, mode="separate_async", workers=lambda *_: workers
+            )
             step.trainer.local_trigger_step = update
             return torch.cat(list(step.run().values()))
 
@@ -598,7 +651,9 @@ def main(part: str, rank: int, world_size: int, folder: Path) -> None:
     for kind, setups in PARTS[part].items():
         results[kind] = {}
         for name, setup in setups.items():
-            print(f"{kind}: {name}, after {time.process_time():.1f} CPU seconds", flush=True)
+            print(
+                f"{kind}: {name}, after {time.process_time():.1f} CPU seconds", flush=True
+            )
             results[kind][name] = getattr(experiments, kind)(setup)
             gc.collect()
     torch.save(results, _result(folder, part, rank))

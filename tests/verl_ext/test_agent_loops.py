@@ -31,7 +31,11 @@ UNKNOWN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 CASES: dict[str, tuple[list[str], list[list[float]], list[float]]] = {
     "one call a turn": ([FIRST, SECOND, BOX], [[1.0], [1.0]], [1, 1, 0]),
     "two calls in the first turn": ([FIRST + SECOND, BOX], [[1.0, -1.0]], [0, 0]),
-    "two calls in the second turn": ([FIRST, SECOND + SECOND, BOX], [[1.0], [1.0, 1.0]], [1, 2, 0]),
+    "two calls in the second turn": (
+        [FIRST, SECOND + SECOND, BOX],
+        [[1.0], [1.0, 1.0]],
+        [1, 2, 0],
+    ),
     "an unknown tool": ([FIRST, UNKNOWN, BOX], [[1.0], [0.0]], [1, 0, 0]),
     "no call": ([BOX], [], [0]),
 }
@@ -54,14 +58,19 @@ def test_the_calls_of_each_turn(
     assert rewards == expected and listed == list(chain(*expected))
     for name in ("response_ids", "response_mask", "extra_fields"):
         assert getattr(output, name) == getattr(stock, name)
-    assert turns == len(texts) and rewards_by_turn([rewards], [turns], "calls").tolist() == by_turn
+    assert (
+        turns == len(texts)
+        and rewards_by_turn([rewards], [turns], "calls").tolist() == by_turn
+    )
     if any(len(calls) > 1 for calls in expected):
         with pytest.raises(UncertainError, match="which turn each belongs to"):
             rewards_by_turn([listed], [turns], "calls")
 
 
 @pytest.mark.parametrize("loop_class", [ToolAgentLoop, TurnToolAgent])
-def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class: type[ToolAgentLoop]) -> None:
+def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
+    loop_class: type[ToolAgentLoop],
+) -> None:
     """Also in verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two
     rewards."""
     complete = output_of([FIRST, SECOND, BOX])
@@ -131,7 +140,9 @@ def test_the_loop_and_its_rewards_have_the_same_turns(
     # The turn that says yes is worth nothing.
     assert rewards == [*worth, *[0.0] * (len(rewards) - len(worth))]
     assert sum(rewards) == judged["score"]
-    command = (FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " ")
+    command = (
+        (FOLDER / "run.sh").read_text().partition("pipefail\n")[2].replace("\\\n", " ")
+    )
     # Without the shebang and the comment in front.
     words = shlex.split(command)
     assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]

@@ -116,13 +116,18 @@ ACCEPTED = {
         "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
         "algorithm.adv_estimator=uniform",
     ),
-    "answers by an expression": ('algorithm.token_weights.answer="Answer: (?P<content>\\d+)"',),
+    "answers by an expression": (
+        'algorithm.token_weights.answer="Answer: (?P<content>\\d+)"',
+    ),
 }
 CHUNKED = "entropy_from_logits_with_chunking=True"
 ENGINES = {
     "megatron": ("model_engine=megatron", f"actor_rollout_ref.actor.{CHUNKED}"),
     "veomni": ("model_engine=veomni", f"actor_rollout_ref.actor.veomni.{CHUNKED}"),
-    "torchtitan": ("model_engine=torchtitan", f"actor_rollout_ref.actor.torchtitan.{CHUNKED}"),
+    "torchtitan": (
+        "model_engine=torchtitan",
+        f"actor_rollout_ref.actor.torchtitan.{CHUNKED}",
+    ),
     "automodel": (
         "actor_rollout_ref.actor.strategy=automodel",
         f"actor_rollout_ref.actor.{CHUNKED}",
@@ -193,7 +198,9 @@ def test_accepted(case: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(engine: str) -> None:
     """With verl's own configurations, of which two engines have none of an actor; the engines are not installed here."""
-    config = compose("ppo_trainer", [*ENGINES[engine], *REQUIRED, f"{MODEL}.path=nowhere"], VERL)
+    config = compose(
+        "ppo_trainer", [*ENGINES[engine], *REQUIRED, f"{MODEL}.path=nowhere"], VERL
+    )
     with open_dict(config):
         config.algorithm.adv_estimator = "grail"
     # GRAIL has a pass through the model, uniform has none.
@@ -213,7 +220,9 @@ def test_yaml_names_every_option_with_its_default() -> None:
         config = compose(name, [f"{METHOD}={method.name}"])
         assert {*config.algorithm.oar} == Oar.model_fields.keys() - {"method"}
         assert Settings.parse(config).method == method
-    options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
+    options = OmegaConf.to_container(
+        _compose("algorithm.grail.preset=robust").algorithm.grail
+    )
     assert Grail(**options) == Grail("robust") and set(options) == set(Grail.model_fields)
 
 
@@ -222,7 +231,10 @@ def test_options_come_from_the_methods_section() -> None:
         algorithm = {"adv_estimator": name, **sections}
         return Settings.parse(OmegaConf.create({"algorithm": algorithm})).method
 
-    sections = {"grail": {"preset": "robust", "gate": None}, "oar": {"variant": "grail_port"}}
+    sections = {
+        "grail": {"preset": "robust", "gate": None},
+        "oar": {"variant": "grail_port"},
+    }
     assert parsed("grail", **sections) == Grail("robust")
     assert parsed("oar_p", **sections) == Oar("perturbation", variant="grail_port")
     for name in METHODS:
@@ -237,7 +249,9 @@ def test_options_come_from_the_methods_section() -> None:
 def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
     estimator: str, option: str, tmp_path: Path
 ) -> None:
-    broken = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
+    broken = save_under_class(
+        build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama"
+    )
     overrides = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
     words = f"{MODEL}.{option}= answers.tokenizers"
     _refused(*overrides, f"++{MODEL}.{option}={broken}", words=words)
@@ -256,7 +270,9 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
 
 def test_a_method_in_a_trainer_without_token_weights_is_refused() -> None:
     tensors = dict.fromkeys(("token_level_rewards", "response_mask"), torch.ones(2, 3))
-    data = DataProto.from_dict(tensors, non_tensors={"uid": np.array(["a", "a"], dtype=object)})
+    data = DataProto.from_dict(
+        tensors, non_tensors={"uid": np.array(["a", "a"], dtype=object)}
+    )
     checks.register_estimators()
     for name in methods():
         assert get_adv_estimator_fn(name) is ADV_ESTIMATOR_REGISTRY[name]
@@ -287,7 +303,9 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(
     _refused(words="AutoModelForCausalLMWithValueHead")
     # The class has had two places.
     for place in ("__init__.py", "experimental/ppo/__init__.py"):
-        (package / place).write_text("from .modeling import AutoModelForCausalLMWithValueHead\n")
+        (package / place).write_text(
+            "from .modeling import AutoModelForCausalLMWithValueHead\n"
+        )
         check_trl()
         (package / place).write_text("")
 
@@ -335,7 +353,9 @@ RECIPE = (f"--config-path={ROOT}/recipe/config", "--config-name=cpu_trainer", *R
 
 def _main(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
     """verl's command in a process of its own, which starts no Ray."""
-    done = forked.run("verl.trainer.main_ppo", *overrides, HYDRA_FULL_ERROR="1", **environment)
+    done = forked.run(
+        "verl.trainer.main_ppo", *overrides, HYDRA_FULL_ERROR="1", **environment
+    )
     output = done.stdout + done.stderr
     assert "ray init kwargs" not in output and "local Ray instance" not in output
     return done

@@ -28,7 +28,9 @@ from tests.verl_ext.one_step import Step, Store, row_of
 STEP = 3
 # Log-probability of every token by the engine that sampled it.
 SAMPLED = -0.25
-JUDGED = [row for row, response in enumerate(hosts.RESPONSES) if math.isfinite(response.reward)]
+JUDGED = [
+    row for row, response in enumerate(hosts.RESPONSES) if math.isfinite(response.reward)
+]
 """verl trains nothing of a group in which a reward is not finite, so here all are."""
 RESPONSES = [hosts.RESPONSES[row] for row in JUDGED]
 KEYS = [f"{row // hosts.GROUP_SIZE}_{row % hosts.GROUP_SIZE}_0" for row in JUDGED]
@@ -119,7 +121,9 @@ def expected(signal: Method, rejected: int | None = None) -> pa.Table:
     return hosts.plain_table(signal, rollouts, step=STEP)
 
 
-CONTROLS = {f"grail, {control}": Grail(control=control) for control in ("shuffled", "answer")}
+CONTROLS = {
+    f"grail, {control}": Grail(control=control) for control in ("shuffled", "answer")
+}
 REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn_rloo")]
 
 
@@ -127,7 +131,9 @@ REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn
     ("name", "rejected"),
     [*((name, None) for name in (*hosts.METHODS, "grail_robust", *CONTROLS)), *REJECTED],
 )
-def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None) -> None:
+def test_the_dump_is_that_of_a_plain_model(
+    tmp_path: Path, name: str, rejected: int | None
+) -> None:
     """Bit for bit, as every number comes from the same computation on the same response alone."""
     signal = CONTROLS[name] if name in CONTROLS else hosts.signal_of(name)
     table = expected(signal, rejected)

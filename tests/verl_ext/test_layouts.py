@@ -96,7 +96,9 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -
     verl, ours = steps_of(name)
     moved = 0
     lost = 0
-    for row, weights_T in zip(verl.store.rows.items(), ours.trainer._weighed.weights, strict=True):
+    for row, weights_T in zip(
+        verl.store.rows.items(), ours.trainer._weighed.weights, strict=True
+    ):
         key, columns = row
         mask_T = columns["response_mask"].bool()
         weights_T = weights_T[: len(mask_T)]

@@ -57,7 +57,11 @@ def _way(name: str) -> tuple:
 
 
 # A later name takes the place of an earlier one that goes the same way.
-WAYS = {_way(name): name for name in sorted(METHODS) if REF_LOG_PROBS not in methods()[name].reads}
+WAYS = {
+    _way(name): name
+    for name in sorted(METHODS)
+    if REF_LOG_PROBS not in methods()[name].reads
+}
 OURS = sorted(WAYS.values())
 GIVE_ADVANTAGES = {"judged_steps"}
 GIVE_ADVANTAGES |= {name for name in OURS if not issubclass(methods()[name], Method)}
@@ -91,7 +95,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("methods")
     (source := folder / "source").mkdir()
     write_files("write_your_own.md", source)
-    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     subprocess.run(
         [*install, "--target", str(folder / "site"), str(source)], check=True, timeout=600
     )
@@ -146,7 +158,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     # As if the later checkpoints had not been finished.
     for step in range(KILLED_BEHIND + 1, STEPS + 2):
         (folder / f"checkpoints/global_step_{step}/data.pt").unlink(missing_ok=True)
-    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(KILLED_BEHIND))
+    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text(
+        str(KILLED_BEHIND)
+    )
     # The last line is torn, as a kill in the middle of a write leaves it.
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text(
@@ -172,8 +186,12 @@ def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
             expected_T = row.score_T
         np.testing.assert_allclose(row.advantage_T, expected_T, rtol=1e-6)
     advantages = np.concatenate([row.advantage_T for row in rows])
-    assert metrics["critic/advantages/mean"] == pytest.approx(float(advantages.mean()), abs=1e-5)
-    assert metrics["critic/advantages/max"] == pytest.approx(float(advantages.max()), rel=1e-5)
+    assert metrics["critic/advantages/mean"] == pytest.approx(
+        float(advantages.mean()), abs=1e-5
+    )
+    assert metrics["critic/advantages/max"] == pytest.approx(
+        float(advantages.max()), rel=1e-5
+    )
     assert metrics[f"{name}/non_finite_rate"] == 0
     assert metrics["training/rollout_probs_diff_max"] < 1e-3
 
@@ -224,11 +242,15 @@ def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
         texts = (text(row.prompt_ids), text(row.token_ids_T))
         facts = [*texts, row.ground_truth, row.reward, row.step]
         assert facts == [verls[row.key][name] for name in names]
-        assert row.outcome == ("right" if row.reward else "wrong") and row.id.startswith("parity/")
+        assert row.outcome == ("right" if row.reward else "wrong") and row.id.startswith(
+            "parity/"
+        )
     assert pair.resumed.metrics(2)["token_dump/failed_files"] == 0
 
 
-def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair: Pair) -> None:
+def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(
+    pair: Pair,
+) -> None:
     """As where memory runs short. That no process is left the fixture has waited for."""
     result = pair.killed.result
     assert result.returncode == 1
@@ -262,17 +284,28 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> 
         names = {name for name in first["data"] if not NOT_THE_SAME.search(name)}
         # Without timings and vLLM's own log-probabilities.
         assert len(names) > 50
-        assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= names
+        assert {
+            "actor/pg_loss",
+            "actor/grad_norm",
+            "actor/lr",
+            "critic/score/mean",
+        } <= names
         assert any(name.endswith("/advantage_scale") for name in names)
         assert not [name for name in names if second["data"][name] != first["data"][name]]
-    weight, next_weight = (pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS))
-    assert not torch.equal(weight, next_weight), "nothing was learned that could have been lost"
+    weight, next_weight = (
+        pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS)
+    )
+    assert not torch.equal(weight, next_weight), (
+        "nothing was learned that could have been lost"
+    )
 
 
 def test_dumps_are_the_same(pair: Pair) -> None:
     """Each token, score, weight and advantage of every response, in the same order, under the same key."""
     steps = list(range(1, STEPS + 1))
-    dumps = [read_dump(folder / "dump") for folder in (pair.uninterrupted, pair.resumed.folder)]
+    dumps = [
+        read_dump(folder / "dump") for folder in (pair.uninterrupted, pair.resumed.folder)
+    ]
     assert dumps[0].steps[:STEPS] == dumps[1].steps == steps
     keys = set()
     for first, second in zip(*(dump.rows(steps) for dump in dumps), strict=True):

@@ -57,9 +57,13 @@ def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_hashes(text: str) -> str:
         return text.replace("\\boxed{", "#### ").replace("}", " ")
 
-    rows = {key: row_of(prompt, in_hashes(text), reward) for key, prompt, text, reward in ROWS}
+    rows = {
+        key: row_of(prompt, in_hashes(text), reward) for key, prompt, text, reward in ROWS
+    }
     step = Step("algorithm.token_weights.answer=hashes", rows=rows)
-    assert uneven(step.run()) == INCORRECT and step.metrics["grail/answer_found_rate"] == 5 / 6
+    assert (
+        uneven(step.run()) == INCORRECT and step.metrics["grail/answer_found_rate"] == 5 / 6
+    )
     monkeypatch.setattr("grail_advantage.answers.missing.ENOUGH", len(ROWS))
     # The default format finds none.
     with pytest.raises(ValueError, match="answer"):
@@ -85,11 +89,15 @@ def test_a_trainers_own_advantages_have_the_last_word() -> None:
     advantages = step.run()
     # GRAIL weights responses with a negative advantage.
     correct = {key for key, *_, reward in ROWS if reward}
-    assert uneven(advantages) == correct and all((advantages[key] < 0).all() for key in correct)
+    assert uneven(advantages) == correct and all(
+        (advantages[key] < 0).all() for key in correct
+    )
     assert len(step.workers.own) == len(correct)
 
 
-def test_a_trainers_own_advantages_are_not_made_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainers_own_advantages_are_not_made_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Where a reward cannot be used: that response trains nothing, and those with a finite advantage keep it."""
     complete = Step(cls=OtherAdvantages).run()
     step = Step(cls=OtherAdvantages)
@@ -125,8 +133,12 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
     for key, value in zip(advantages, expected, strict=False):
         # What cannot be compared trains nothing.
         trained = 0.0 if math.isnan(value) else value
-        torch.testing.assert_close(advantages[key], torch.full_like(advantages[key], trained))
-    assert all(torch.equal(advantages[key], untouched[key]) for key in advantages if key[0] == "b")
+        torch.testing.assert_close(
+            advantages[key], torch.full_like(advantages[key], trained)
+        )
+    assert all(
+        torch.equal(advantages[key], untouched[key]) for key in advantages if key[0] == "b"
+    )
     actual = step.trainer._weighed.rollouts.advantages[:4].tolist()
     assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
     assert step.metrics["uniform/unjudged_rate"] == sum(map(math.isnan, expected)) / 8
@@ -158,7 +170,9 @@ MEANS = [
 
 
 @pytest.mark.parametrize(("aggregation", "factor", "mean"), MEANS)
-def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float) -> None:
+def test_the_mean_of_the_runs_loss(
+    aggregation: str, factor: int | None, mean: float
+) -> None:
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [
         f"{ACTOR}.loss_agg_mode={aggregation}",
@@ -169,7 +183,9 @@ def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: f
     # Sums 3 and 4 of three tokens: 7/3 a token, 7/2 a response, and the mean of 3/2 and 4 is 11/4.
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
-    assert step.trainer._weighed.rollouts.mean(values_BT, mask_BT) == pytest.approx(mean, rel=1e-6)
+    assert step.trainer._weighed.rollouts.mean(values_BT, mask_BT) == pytest.approx(
+        mean, rel=1e-6
+    )
 
 
 class TestLeavingOut:
@@ -191,16 +207,26 @@ class TestLeavingOut:
         groups = "".join(key[0] for key in request.keys)
         assert sorted([groups[:3].count("a"), groups[3:].count("a")]) == [1, 2]
         assert request.extra_info[LEAVE_OUT] is True
-        assert request.extra_info["mini_batch_size"] == request.extra_info["global_batch_size"] == 6
+        assert (
+            request.extra_info["mini_batch_size"]
+            == request.extra_info["global_batch_size"]
+            == 6
+        )
         texts = [prompt + response for key, prompt, response, _ in ROWS if key[0] == "b"]
         assert step.metrics["token_weights/skipped_responses"] == 3
-        assert step.metrics["token_weights/skipped_tokens"] == sum(map(len, map(encode, texts)))
+        assert step.metrics["token_weights/skipped_tokens"] == sum(
+            map(len, map(encode, texts))
+        )
         # One of the three fills up the batch.
         padded = self.step(padding="b_1_0")
-        assert padded.metrics["token_weights/skipped_responses"] == 2, "padding is not counted"
+        assert padded.metrics["token_weights/skipped_responses"] == 2, (
+            "padding is not counted"
+        )
 
     @pytest.mark.parametrize("skips", [True, False])
-    def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, skips: bool) -> None:
+    def test_the_order_stays_where_verl_shuffles_and_without_the_option(
+        self, skips: bool
+    ) -> None:
         step = self.step(*[f"{ACTOR}.shuffle=True"] * skips, skips=skips)
         (request,) = step.workers.updates
         assert request.keys == [key for key, *_ in ROWS]
@@ -219,7 +245,9 @@ def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
     for second, leaves_out in ((in_half_precision, True), (depends, False)):
         # Each of two ranks answers.
         probe = Mock(return_value=[in_half_precision, second])
-        step = Step(f"{SKIP}=auto", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.max_model_len=70")
+        step = Step(
+            f"{SKIP}=auto", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.max_model_len=70"
+        )
         step.trainer._model_config = LlamaConfig()
         step.workers.probe_neighbours = probe
         step.trainer._load_checkpoint()
@@ -240,9 +268,15 @@ def test_a_base_whose_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_answer_that_a_tool_interrupts_is_none() -> None:
     step = Step()
-    step.store.rows["a_1_0"] |= row_of("Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0)
+    step.store.rows["a_1_0"] |= row_of(
+        "Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0
+    )
     advantages_T = step.run()["a_1_0"][step.store.rows["a_1_0"]["response_mask"].bool()]
-    assert len(step.workers.own) == 2 and len(advantages_T.unique()) == 1 and advantages_T[0] < 0
+    assert (
+        len(step.workers.own) == 2
+        and len(advantages_T.unique()) == 1
+        and advantages_T[0] < 0
+    )
     assert step.metrics["grail/answer_found_rate"] == 4 / 6
 
 
@@ -286,14 +320,18 @@ class TestStart:
         trainer.settings = Settings.parse(trainer.config)
         return trainer
 
-    @pytest.mark.parametrize(("strategy", "replaced"), [("megatron", False), ("fsdp2", True)])
+    @pytest.mark.parametrize(
+        ("strategy", "replaced"), [("megatron", False), ("fsdp2", True)]
+    )
     def test_workers_of_other_engines_are_verls_own(
         self, strategy: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def init_resource_pool_mgr(self: Any) -> None:
             self.role_worker_mapping = {Role.ActorRollout: ActorRolloutRefWorker}
 
-        monkeypatch.setattr(PPOTrainerSync, "_init_resource_pool_mgr", init_resource_pool_mgr)
+        monkeypatch.setattr(
+            PPOTrainerSync, "_init_resource_pool_mgr", init_resource_pool_mgr
+        )
         monkeypatch.setattr(host, "ray", SimpleNamespace(remote=lambda worker: worker))
         trainer = Step(f"{ACTOR}.strategy={strategy}").trainer
         trainer._init_resource_pool_mgr()
@@ -331,12 +369,19 @@ def test_what_is_truncated(case: str) -> None:
     engine, context, prompt = case.split()
     texts = TRUNCATED[case].split()
     rollout = {"name": engine, "prompt_length": 3, "response_length": 6}
-    plain = {"actor_rollout_ref": {"rollout": rollout}, "algorithm": {"adv_estimator": "grail"}}
+    plain = {
+        "actor_rollout_ref": {"rollout": rollout},
+        "algorithm": {"adv_estimator": "grail"},
+    }
     settings = Settings.parse(OmegaConf.create(plain))
     end_tokens = {END_ID, encode("f")[0]}
     responses = [torch.tensor(encode(text.removesuffix("!"))) for text in texts]
     truncated_B = truncated(
-        [torch.arange(int(prompt))] * len(responses), responses, settings, int(context), end_tokens
+        [torch.arange(int(prompt))] * len(responses),
+        responses,
+        settings,
+        int(context),
+        end_tokens,
     )
     assert truncated_B.tolist() == [text.endswith("!") for text in texts]
 
@@ -354,9 +399,12 @@ def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() ->
     step = Step(method=Shear(), workers=Counting)
     step.workers._dispatch_info = {"actor": [0, 1]}
     rows = [
-        Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 1, 0))
+        Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i)
+        for i, group in enumerate((0, 1, 0))
     ]
-    scores = [row_scores.scores.tolist() for row_scores in step.trainer.scores(Shear(), rows)]
+    scores = [
+        row_scores.scores.tolist() for row_scores in step.trainer.scores(Shear(), rows)
+    ]
     assert scores == [[0.0] * 2, [1.0] * 3, [2.0] * 4]
     assert [{row.group for row in share} for share in (requests[:2], requests[2:])] == [
         {0},

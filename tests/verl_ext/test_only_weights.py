@@ -44,7 +44,9 @@ print("NAMES" + json.dumps([names, same]))
 
 def _names(**hook: str) -> tuple[dict[str, str], list[Any]]:
     """verl's functions and classes in a process with these plug-ins, and what else :data:`NAMES` prints."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("VERL_")
+    }
     command = [sys.executable, "-c", NAMES]
     how = {"cwd": ROOT, "env": variables | hook, "timeout": 600}
     output = subprocess.check_output(command, text=True, **how)
@@ -90,7 +92,9 @@ def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(
         run = whole_run.run(tmp_path, overrides, rows=4, stock=True)
     assert "Resuming from" in run.output
     rows = run.dump(2)
-    for row, weights_T in zip(rows, whole_run.plain_weights(run, rows, Grail()), strict=True):
+    for row, weights_T in zip(
+        rows, whole_run.plain_weights(run, rows, Grail()), strict=True
+    ):
         assert row.weight_T == pytest.approx(weights_T.numpy(), rel=1e-4)
         assert row.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
     # A response with an answer has weights of many values.
@@ -102,6 +106,11 @@ def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(
     assert "grail/answer_found_rate" in metrics
     checkpoints = run.folder / "checkpoints"
     steps = [checkpoints / "global_step_1", checkpoints / "global_step_2"]
-    assert {*checkpoints.iterdir()} == {*steps, checkpoints / "latest_checkpointed_iteration.txt"}
-    stock, ours = ({str(path.relative_to(step)) for path in step.rglob("*")} for step in steps)
+    assert {*checkpoints.iterdir()} == {
+        *steps,
+        checkpoints / "latest_checkpointed_iteration.txt",
+    }
+    stock, ours = (
+        {str(path.relative_to(step)) for path in step.rglob("*")} for step in steps
+    )
     assert ours == stock and "data.pt" in stock

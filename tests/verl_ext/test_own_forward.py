@@ -57,7 +57,9 @@ class OneForward(Workers):
 
     def step(self, worker: Any, data: TensorDict) -> None:
         rows = zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)
-        values = [log_probs_of({"prompts": ids_P, "responses": ids_T}) for ids_P, ids_T in rows]
+        values = [
+            log_probs_of({"prompts": ids_P, "responses": ids_T}) for ids_P, ids_T in rows
+        ]
         outputs = {"log_probs": nested(values).requires_grad_()}
         outputs["entropy"] = nested([-values_P for values_P in values])
         loss, _ = worker.loss_fn(model_output=outputs, data=data)
@@ -92,15 +94,29 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path) -> 
     assert (verl.workers.forwards, reused.workers.forwards) == (1, 0)
     # The trainer sends none where the update finds them itself.
     assert verl.workers.had_old_log_probs and not reused.workers.had_old_log_probs
-    assert reused.metrics["receipt/findings"] == reused.metrics["token_dump/failed_files"] == 0
+    assert (
+        reused.metrics["receipt/findings"] == reused.metrics["token_dump/failed_files"] == 0
+    )
     for expected, row in zip(*dumps, strict=True):
         assert row.key == expected.key
-        for name in ("advantage_T", "weight_T", "received_T", "old_log_prob_T", "entropy_T"):
+        for name in (
+            "advantage_T",
+            "weight_T",
+            "received_T",
+            "old_log_prob_T",
+            "entropy_T",
+        ):
             expected_T = getattr(expected, name)
-            if name in ("old_log_prob_T", "entropy_T") and skips and not expected.advantage_T.any():
+            if (
+                name in ("old_log_prob_T", "entropy_T")
+                and skips
+                and not expected.advantage_T.any()
+            ):
                 # The update left the response out, so that no forward has seen it.
                 expected_T = np.full_like(expected_T, np.nan)
-            np.testing.assert_allclose(getattr(row, name), expected_T, rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                getattr(row, name), expected_T, rtol=1e-5, err_msg=name
+            )
     assert reused.workers.loss == pytest.approx(verl.workers.loss, rel=1e-5)
     entropy = verl.metrics.get("actor/entropy", reused.metrics["actor/entropy"])
     assert skips or reused.metrics["actor/entropy"] == pytest.approx(entropy, rel=1e-5)
@@ -109,7 +125,9 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path) -> 
 def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainers, "calculate_debug_metrics", debug_metrics.calculate_debug_metrics)
+    monkeypatch.setattr(
+        trainers, "calculate_debug_metrics", debug_metrics.calculate_debug_metrics
+    )
     _, reused = steps_of(tmp_path)
     reused.train()
     differences = []
@@ -118,7 +136,9 @@ def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
         policy_T = log_probs_of(row)[len(row["prompts"]) - 1 : -1]
         differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())
     expected = float(torch.cat(differences).mean())
-    assert reused.metrics["training/rollout_probs_diff_mean"] == pytest.approx(expected, rel=1e-5)
+    assert reused.metrics["training/rollout_probs_diff_mean"] == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("by_std", [False, True])

@@ -77,7 +77,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 @pytest.mark.parametrize("name", SETUPS)
 class TestEverySetup:
-    def test_passes_give_the_plain_models_scores(self, measured: Measured, name: str) -> None:
+    def test_passes_give_the_plain_models_scores(
+        self, measured: Measured, name: str
+    ) -> None:
         setup = SETUPS[name]
         for rank, result in enumerate(measured.of("passes", name, setup.ranks)):
             later = result["after passes"]
@@ -91,7 +93,9 @@ class TestEverySetup:
     ) -> None:
         """Bit for bit, as the same kernels run in the same order, dropout and all; so is what an adapter is merged to."""
         results = measured.of("passes", name, SETUPS[name].ranks)
-        for alone, later in [(result["alone"], result["after passes"]) for result in results]:
+        for alone, later in [
+            (result["alone"], result["after passes"]) for result in results
+        ]:
             # An optimiser step before the passes is the same, and so is one after a pass in between.
             assert alone["norms"] == later["norms"]
             assert all(norm is None or norm > 0 for norm in alone["norms"])
@@ -125,7 +129,9 @@ def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(
     models, results = families
     setup = FAMILIES[name]
     holds, passes = results["family"][name]
-    assert holds == bool(passes) == (name not in ("qwen3_5_text, packed", "gpt_oss, packed"))
+    assert (
+        holds == bool(passes) == (name not in ("qwen3_5_text, packed", "gpt_oss, packed"))
+    )
     for pass_name, values in passes.items():
         check(models[setup.model], setup, pass_name, 0, values)
 
@@ -156,6 +162,11 @@ def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(
 
 def test_cost_of_a_row_for_sharing_out() -> None:
     # "text after the box": 15 prompt tokens, 19 reasoning tokens, 9 of the box, 17 after it
-    costs = {"oar_g": 43, "oar_g, port, last": 60, "oar_p": 43 * 19, "oar_p, few, joint": 43 * 7}
+    costs = {
+        "oar_g": 43,
+        "oar_g, port, last": 60,
+        "oar_p": 43 * 19,
+        "oar_p, few, joint": 43 * 7,
+    }
     for name, cost in costs.items():
         assert OWN[name][0].row_cost(ranks.pass_rows(name, 0, 1)[0]) == cost

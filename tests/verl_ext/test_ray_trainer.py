@@ -37,7 +37,9 @@ class OlderWorkers(Workers):
 
     def update_actor(self, data: TensorDict) -> TensorDict:
         assert WRITTEN in data and ENTROPY not in data
-        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(data["response_mask"].sum()))
+        tu.assign_non_tensor(
+            data, dp_size=1, batch_num_tokens=int(data["response_mask"].sum())
+        )
         self.optimise(self.training_worker(), data, data[PLACES][:, 0].tolist())
         # The checkpoint of this policy is that number.
         self.updated += 1
@@ -67,7 +69,13 @@ class Older(Step):
         def padded(values: Any, side: str = "right") -> torch.Tensor:
             return pad_sequence(list(values), batch_first=True, padding_side=side)
 
-        names = ["responses", "response_mask", "rm_scores", "loss_mask", "rollout_log_probs"]
+        names = [
+            "responses",
+            "response_mask",
+            "rm_scores",
+            "loss_mask",
+            "rollout_log_probs",
+        ]
         names += ["ref_log_prob"] * ("ref_log_prob" in rows[0])
         tensors = {name: padded(row[name] for row in rows) for name in names}
         tensors["prompts"] = padded((row["prompts"] for row in rows), "left")
@@ -89,7 +97,9 @@ class Older(Step):
                 tensors[name] = values
         columns = {name: [row[name] for row in rows] for name in ("uid", *OF_DATA)}
         extra = [row["extra_fields"] for row in rows]
-        columns["reward_extra_info"] = [fields.get("reward_extra_info", {}) for fields in extra]
+        columns["reward_extra_info"] = [
+            fields.get("reward_extra_info", {}) for fields in extra
+        ]
         self._begin_rollout(rows)
         objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
         return DataProto.from_dict(tensors, non_tensors=objects)
@@ -149,13 +159,17 @@ def test_is_the_v1_trainer_on_the_same_responses(
     name: str, base: str, fate: str, tmp_path: Path
 ) -> None:
     options = {"base": base, "missing_answers": "warn"}
-    overrides = [f"algorithm.token_weights.{option}={value}" for option, value in options.items()]
+    overrides = [
+        f"algorithm.token_weights.{option}={value}" for option, value in options.items()
+    ]
     method = build(name)
     step = Step(*overrides, method=method, folder=tmp_path / "v1")
     rows = step.store.rows
     if name == "progress_advantage":
         for number, row in enumerate(rows.values()):
-            row["ref_log_prob"] = -0.1 * (number + torch.arange(1, 1 + len(row["responses"])))
+            row["ref_log_prob"] = -0.1 * (
+                number + torch.arange(1, 1 + len(row["responses"]))
+            )
     if fate == "rejected":
         rows["a_1_0"]["response_mask"] = torch.zeros_like(rows["a_1_0"]["response_mask"])
     if fate == "unjudged":
@@ -175,7 +189,9 @@ def test_is_the_v1_trainer_on_the_same_responses(
     figures = [figure for figure in step.metrics if figure.startswith(f"{name}/")]
     assert all(older.metrics[figure] == step.metrics[figure] for figure in figures)
     assert len(figures) > 3
-    assert older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
+    assert (
+        older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
+    )
 
 
 def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None:
@@ -209,7 +225,10 @@ def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path) -
 
 def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
     """The steps after it come again as they were, receipts included; and no response is left out of the update."""
-    options = ("trainer.use_v1=False", f"trainer.default_local_dir={tmp_path / 'checkpoints'}")
+    options = (
+        "trainer.use_v1=False",
+        f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
+    )
     lives = []
     for resumed in (False, True):
         older = Older(tmp_path / "dump", Grail(), *options)
@@ -219,7 +238,9 @@ def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
         trainer.global_steps = 0
         trainer.train_dataloader = StatefulDataLoader([0] * 9)
         trainer._load_checkpoint()
-        assert trainer.global_steps == older.workers.updated == resumed and not trainer._skips
+        assert (
+            trainer.global_steps == older.workers.updated == resumed and not trainer._skips
+        )
         # The first life makes steps 1 to 3, the second one 2 and 3 from the checkpoint after step 1.
         for trainer.global_steps in range(1 + resumed, 4):
             older.run()

@@ -39,7 +39,18 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "policy_loss.dro_beta": (0.02, 0.5),
     "policy_loss.kl_cov_ratio": (0.2, 0.3),
     "policy_loss.ppo_kl_coef": (0.4, 0.7),
-    "kl_loss_type": (None, "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "k3+"),
+    "kl_loss_type": (
+        None,
+        "k1",
+        "kl",
+        "abs",
+        "k2",
+        "mse",
+        "k3",
+        "low_var_kl",
+        "k1+",
+        "k3+",
+    ),
 }
 """What the receipt depends on: of all combinations each seed draws one."""
 OPTIONS = {
@@ -70,7 +81,9 @@ def settings_of(mode: str, choice: dict[str, Any]) -> tuple[Loss, ActorConfig]:
 
 def data_of(batch: Batch, rows: torch.Tensor) -> TensorDict:
     """A micro-batch as verl's worker has it, after prompts of one to three tokens."""
-    lengths = torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1).clamp(min=1)
+    lengths = (
+        torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1).clamp(min=1)
+    )
     columns = {
         "response_mask": batch.mask_BT,
         "old_log_probs": batch.old_log_probs_BT,
@@ -84,7 +97,9 @@ def data_of(batch: Batch, rows: torch.Tensor) -> TensorDict:
         for name, values in columns.items()
         if values is not None
     }
-    fields["prompts"] = nested([torch.zeros(int(1 + row % 3), dtype=torch.long) for row in rows])
+    fields["prompts"] = nested(
+        [torch.zeros(int(1 + row % 3), dtype=torch.long) for row in rows]
+    )
     fields[PLACES] = torch.stack([rows, rows], dim=1)
     return TensorDict(fields, batch_size=[len(rows)])
 
@@ -140,11 +155,15 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, Any]]:
     }
     if mode == "sapo" and choice["loss_agg_mode"] != "seq-mean-token-mean":
         choice["kl_loss_type"] = None
-    options = {name: choice[name] for name in ("ranks", "updates", "epochs", "token_advantages")}
+    options = {
+        name: choice[name] for name in ("ranks", "updates", "epochs", "token_advantages")
+    }
     source = rollout(seed, **options, weights=choice["weights"] and mode != "dro")
     batch = source.batch
     # These losses have a gradient without an advantage.
-    skips = choice["skips"] and choice["kl_loss_type"] is None and mode not in ("dro", "kl_cov")
+    skips = (
+        choice["skips"] and choice["kl_loss_type"] is None and mode not in ("dro", "kl_cov")
+    )
     trains = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
     if choice["kl_loss_type"] is None:
         source = replace(source, batch=replace(batch, ref_log_probs_BT=None))
@@ -157,7 +176,11 @@ def test_no_false_alarm(mode: str) -> None:
     clipped = 0.0
     for seed in range(SEEDS):
         receipt, choice = case(mode, seed)
-        assert receipt.ok and names(receipt.findings) == [], (seed, choice, *receipt.findings)
+        assert receipt.ok and names(receipt.findings) == [], (
+            seed,
+            choice,
+            *receipt.findings,
+        )
         held_UBT = ~receipt.received_UBT.isnan()
         received = receipt.received_UBT[held_UBT]
         expected = receipt.expected_UBT[held_UBT]
@@ -168,11 +191,14 @@ def test_no_false_alarm(mode: str) -> None:
     # Every value of the first choices, and a few kinds of KL.
     assert len(choices) >= 2 * 10 + 5 + 2, choices
     # The other losses have no bound.
-    assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), clipped
+    assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), (
+        clipped
+    )
 
 
 @pytest.mark.parametrize(
-    ("mode", "aggregation"), [("geo_mean", "seq-mean-token-mean"), ("vanilla", "token-mean")]
+    ("mode", "aggregation"),
+    [("geo_mean", "seq-mean-token-mean"), ("vanilla", "token-mean")],
 )
 def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
     """The means of micro-batches are summed; after rejection (of each third response) all generated tokens divide."""

@@ -93,7 +93,11 @@ def _imported(house: str) -> dict[str, str]:
                     for imported in node.names
                     if is_foreign(imported.name) and imported.asname
                 }
-            elif isinstance(node, ast.ImportFrom) and is_foreign(node.module) and not node.level:
+            elif (
+                isinstance(node, ast.ImportFrom)
+                and is_foreign(node.module)
+                and not node.level
+            ):
                 for alias in node.names:
                     names = _named(node.module, alias.name)
                     if isinstance(names, ModuleType):
@@ -105,9 +109,13 @@ def _imported(house: str) -> dict[str, str]:
                 continue
             # A name that an import gave, or the whole path, such as verl.utils.config.
             module = ast.unparse(node.value)
-            module = modules.get(module, module if isinstance(node.value, ast.Attribute) else "")
+            module = modules.get(
+                module, module if isinstance(node.value, ast.Attribute) else ""
+            )
             if is_foreign(module) and module in sys.modules:
-                entries[f"{module}.{node.attr}"] = describe(getattr(sys.modules[module], node.attr))
+                entries[f"{module}.{node.attr}"] = describe(
+                    getattr(sys.modules[module], node.attr)
+                )
     return entries
 
 
@@ -115,7 +123,9 @@ def _overridden(house: str) -> dict[str, str]:
     """Methods of theirs that the classes of a package, or classes of ours that these build on, have too."""
     entries: dict[str, str] = {}
     package = HOUSES[house]
-    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+    for info in pkgutil.walk_packages(
+        importlib.import_module(package).__path__, f"{package}."
+    ):
         # A class of Ray actors hides the class that it was made of.
         for cls in map(_unwrapped, vars(importlib.import_module(info.name)).values()):
             if not inspect.isclass(cls) or not cls.__module__.startswith(package):
@@ -123,12 +133,18 @@ def _overridden(house: str) -> dict[str, str]:
             theirs = [base for base in cls.__mro__ if is_foreign(base.__module__)]
             if cls.__name__ in JOINED:
                 theirs += [
-                    base for base in _named(*JOINED[cls.__name__]).__mro__ if base is not object
+                    base
+                    for base in _named(*JOINED[cls.__name__]).__mro__
+                    if base is not object
                 ]
             ours = [base for base in cls.__mro__ if base.__module__.startswith(house)]
             for name, value in (pair for base in ours for pair in vars(base).items()):
                 holder = next((base for base in theirs if name in vars(base)), None)
-                if holder and (name == "__init__" or not name.startswith("__")) and callable(value):
+                if (
+                    holder
+                    and (name == "__init__" or not name.startswith("__"))
+                    and callable(value)
+                ):
                     entries[f"{holder.__module__}.{holder.__qualname__}.{name}"] = describe(
                         vars(holder)[name]
                     )
@@ -160,7 +176,9 @@ def test_everything_relied_on_is_there_and_as_it_was() -> None:
     now = collect()
     lines = differences(now)
     assert "verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage" in now
-    assert not lines, "read what changed, then run this module with --write:\n" + "\n".join(lines)
+    assert not lines, "read what changed, then run this module with --write:\n" + "\n".join(
+        lines
+    )
 
 
 if __name__ == "__main__":

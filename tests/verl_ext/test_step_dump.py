@@ -144,7 +144,9 @@ class TestFacts:
             assert (row.old_log_prob_T < 0).all() and abs(row.advantage_T).max() < 10
         facts = [(row.ground_truth, row.outcome, row.id, row.truncated) for row in rows]
         assert facts[0] == ("7", "wrong", "gsm8k/4", False), "acc goes first"
-        assert facts[1:3] == [(None, outcome, None, False) for outcome in ("wrong", "right")]
+        assert facts[1:3] == [
+            (None, outcome, None, False) for outcome in ("wrong", "right")
+        ]
         assert rows[-1].truncated
         header = read_dump(tmp_path).files[0].header
         assert (header.step, header.method) == (1, "grail")
@@ -157,7 +159,9 @@ class TestFacts:
         rows = {}
         expected = []
         cases = map(itertools.cycle, (ODD["truth"], ODD["rewards"]))
-        for place, (verdict, truth, rewards) in enumerate(zip(ODD["acc"], *cases, strict=False)):
+        for place, (verdict, truth, rewards) in enumerate(
+            zip(ODD["acc"], *cases, strict=False)
+        ):
             text = "so " * place + r"\boxed{1}<end>"
             info = {"acc": verdict[0], "turn_rewards": rewards[0]}
             rows[f"a_{place}_0"] = row_of(
@@ -179,11 +183,15 @@ class TestFacts:
         assert facts == expected
         assert step.metrics["token_dump/failed_files"] == 0
 
-    def test_a_list_for_a_session_goes_on_with_each_of_its_outputs(self, tmp_path: Path) -> None:
+    def test_a_list_for_a_session_goes_on_with_each_of_its_outputs(
+        self, tmp_path: Path
+    ) -> None:
         """Of one, two and one turns."""
         rows = plain_rows()
         judged = {"reward_extra_info": {"turn_rewards": [1.0, 2.0, 3.0, 4.0]}}
-        for number, parts in enumerate((["ask<end>"], ["again", "tool", "more<end>"], ["so<end>"])):
+        for number, parts in enumerate(
+            (["ask<end>"], ["again", "tool", "more<end>"], ["so<end>"])
+        ):
             rows[f"a_1_{number}"] = row_of("Two?", parts, 0.0, extra_fields=judged)
         step = Step(rows=rows, folder=tmp_path)
         step.run()
@@ -223,7 +231,9 @@ def assert_arrived(rows: Sequence[DumpRow]) -> None:
     """That each response of the update received what was intended."""
     for row in rows:
         if row.updates.tolist():
-            np.testing.assert_allclose(row.received_T, row.advantage_T, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(
+                row.received_T, row.advantage_T, rtol=1e-4, atol=1e-6
+            )
 
 
 class TestReceived:
@@ -272,7 +282,10 @@ class TestReceived:
         step = Step(*options, folder=tmp_path)
         step.workers.moved = math.log(1.5)
         rows = step.train()
-        assert step.metrics["receipt/findings"] == 0 and 0 < step.metrics["receipt/clipped"] < 1
+        assert (
+            step.metrics["receipt/findings"] == 0
+            and 0 < step.metrics["receipt/clipped"] < 1
+        )
         for row in rows:
             clips_T = row.advantage_T > 0
             expected_T = np.where(clips_T, 0.0, 1.5 * row.advantage_T)
@@ -283,7 +296,9 @@ class TestReceived:
     @pytest.mark.parametrize(
         ("name", "field", "value"), [("scaled", "fault", 0.25), ("stale", "moved", 0.1)]
     )
-    def test_a_fault_is_found(self, name: str, field: str, value: float, tmp_path: Path) -> None:
+    def test_a_fault_is_found(
+        self, name: str, field: str, value: float, tmp_path: Path
+    ) -> None:
         """A loss that is a quarter of what it should be, and first ratios that are not 1."""
         step = Step(folder=tmp_path)
         setattr(step.workers, field, value)
@@ -298,7 +313,10 @@ class TestReceived:
         step = Step(folder=tmp_path)
         step.workers.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         assert_arrived(step.train())
-        assert step.metrics["receipt/findings"] == 0 and step.workers.scaler.get_scale() == 2048
+        assert (
+            step.metrics["receipt/findings"] == 0
+            and step.workers.scaler.get_scale() == 2048
+        )
 
     @pytest.mark.parametrize(("number", "findings"), [(0, 1), (1, 0)])
     def test_before_a_later_update_of_a_step_the_policy_has_moved(
@@ -344,14 +362,18 @@ class TestReceived:
         assert not any(name.startswith("receipt/") for name in step.metrics)
         assert [row.received_T for row in rows] == [None] * len(ROWS)
 
-    def test_a_receipt_is_of_its_own_update_and_given_out_once(self, tmp_path: Path) -> None:
+    def test_a_receipt_is_of_its_own_update_and_given_out_once(
+        self, tmp_path: Path
+    ) -> None:
         """Also after an update of which nobody took it."""
         step = Step(folder=tmp_path)
         with patch.object(step.workers, "take_received", side_effect=RuntimeError):
             step.train()
         step.trainer.global_steps = 2
         step.train()
-        assert step.trainer._dump.steps.failed == 1 and step.metrics["receipt/findings"] == 0
+        assert (
+            step.trainer._dump.steps.failed == 1 and step.metrics["receipt/findings"] == 0
+        )
         assert [header["step"] for header in read_dump(tmp_path).receipts()] == [2]
         # The trainer has taken it already.
         assert isinstance(step.workers.take_received("2.0")[0], RuntimeError)

@@ -34,9 +34,15 @@ TALKS = {
 def _step(name: str, *overrides: str, **options: Any) -> Step:
     rows = {}
     for key, talk in TALKS.items():
-        parts = [part for part in chain(*zip_longest(talk.turns, talk.replies)) if part is not None]
+        parts = [
+            part
+            for part in chain(*zip_longest(talk.turns, talk.replies))
+            if part is not None
+        ]
         extra = {"turn_scores": [], "tool_rewards": list(talk.rewards)}
-        rows[key] = row_of("Two?" * (1 + talk.group), parts, talk.outcome, extra_fields=extra)
+        rows[key] = row_of(
+            "Two?" * (1 + talk.group), parts, talk.outcome, extra_fields=extra
+        )
     return Step(*overrides, method=build(name, options), rows=rows)
 
 
@@ -65,7 +71,9 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
 
 
 def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
-    step = _step("turn_rloo", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1")
+    step = _step(
+        "turn_rloo", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"
+    )
     for row in step.store.rows.values():
         row["old_log_probs"] = row["rollout_log_probs"]
         # Each token is 1 more likely than by the reference: 0.1 is taken off its reward.
@@ -177,7 +185,9 @@ def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int) ->
     # MT-GRPO adds 1e-4 to a deviation, verl 1e-6.
     rounding = 1e-3 if name == "mt_grpo" else 1e-6
     for key, advantages_T in step.run().items():
-        torch.testing.assert_close(advantages_T, scale * verls[key], rtol=rounding, atol=1e-6)
+        torch.testing.assert_close(
+            advantages_T, scale * verls[key], rtol=rounding, atol=1e-6
+        )
 
 
 def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
@@ -194,7 +204,9 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
     step.trainer._skips = True
     step.update()
     assert step.metrics["token_weights/skipped_responses"] == len(of_b)
-    assert {key for key, row in step.store.rows.items() if not row["advantages"].any()} == {*of_b}
+    assert {key for key, row in step.store.rows.items() if not row["advantages"].any()} == {
+        *of_b
+    }
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,36 @@ pytestmark = pytest.mark.slow
 
 MINI_BATCHES = (
     # On two ranks: only the first has responses that train. Of them one keeps a token of ten, one nothing but a masked token.
-    [(5, 9, 9), (3, 12, 0), (6, 14, 3), (4, 8, 0), (3, 15, 0), (7, 6, 0), (2, 11, 0), (5, 5, 0)],
-    [(4, 10, 0), (6, 7, 0), (3, 12, 0), (8, 4, 0), (5, 8, 0), (2, 13, 0), (6, 6, 0), (4, 9, 0)],
-    [(3, 7, 0), (6, 11, 6), (4, 13, 0), (5, 5, 0), (4, 12, 12), (7, 9, 2), (3, 16, 16), (2, 8, 1)],
+    [
+        (5, 9, 9),
+        (3, 12, 0),
+        (6, 14, 3),
+        (4, 8, 0),
+        (3, 15, 0),
+        (7, 6, 0),
+        (2, 11, 0),
+        (5, 5, 0),
+    ],
+    [
+        (4, 10, 0),
+        (6, 7, 0),
+        (3, 12, 0),
+        (8, 4, 0),
+        (5, 8, 0),
+        (2, 13, 0),
+        (6, 6, 0),
+        (4, 9, 0),
+    ],
+    [
+        (3, 7, 0),
+        (6, 11, 6),
+        (4, 13, 0),
+        (5, 5, 0),
+        (4, 12, 12),
+        (7, 9, 2),
+        (3, 16, 16),
+        (2, 8, 1),
+    ],
 )
 """Each response's tokens of prompt and response, and those up to the last one with an advantage."""
 NOT_WRITTEN = 3
@@ -64,7 +91,9 @@ def rows() -> list[Row]:
     for prompt, response, trained in chain(*MINI_BATCHES):
         ids = torch.randint(0, 90, (prompt + response,), generator=generator)
         row = ranks.response(ids[:prompt], ids[prompt:])
-        row["advantages"] = torch.where(torch.arange(response) < trained, draw(response), 0.0)
+        row["advantages"] = torch.where(
+            torch.arange(response) < trained, draw(response), 0.0
+        )
         if response > 8:
             # A tool wrote token 4. Its advantage trains nothing: where no other token has one, the response is left out.
             row["response_mask"][4] = 0
@@ -80,7 +109,9 @@ def rows() -> list[Row]:
 
 
 def _trained() -> list[bool]:
-    return trains(*([row[name] for row in rows()] for name in ("advantages", "response_mask")))
+    return trains(
+        *([row[name] for row in rows()] for name in ("advantages", "response_mask"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +128,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 
 def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Up to a ten-thousandth of the largest value of all."""
-    largest = max(float(values.detach().abs().max()) for values in expected if values.numel())
+    largest = max(
+        float(values.detach().abs().max()) for values in expected if values.numel()
+    )
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4 * max(largest, 1e-5))
 
 
@@ -141,11 +174,15 @@ def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]
             plain = result[(*PLAIN_UPDATE, mode)]
             actual = result[(*PLAIN_UPDATE, watched)]
             assert all(map(torch.equal, actual["parameters"], plain["parameters"]))
-            names = [name for name in plain["metrics"] if "perf" not in name and name != "mfu"]
+            names = [
+                name for name in plain["metrics"] if "perf" not in name and name != "mfu"
+            ]
             assert all(actual["metrics"][name] == plain["metrics"][name] for name in names)
 
 
-def _receipt(results: list[Results], setup: str, loss: tuple[str, str], mode: str) -> Receipt:
+def _receipt(
+    results: list[Results], setup: str, loss: tuple[str, str], mode: str
+) -> Receipt:
     """The trainer's receipt of the optimiser steps of the data-parallel ranks."""
     by_rank = [result["updates"][setup][(*loss, mode)]["steps"] for result in results]
     options = {"ppo_epochs": epochs_of(loss), "loss_scale_factor": ranks.SCALE}
@@ -174,7 +211,9 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(
 ) -> None:
     trained = [train for place, train in enumerate(_trained()) if place != NOT_WRITTEN]
     numbers = [
-        place // len(MINI_BATCHES[0]) for place in range(len(rows())) if place != NOT_WRITTEN
+        place // len(MINI_BATCHES[0])
+        for place in range(len(rows()))
+        if place != NOT_WRITTEN
     ]
     clipped = 0
     cases = [(loss, "skipped, watched") for loss in UPDATES[setup][2]]
@@ -215,7 +254,11 @@ def test_the_updates_own_forward_gives_the_old_log_probabilities(
             if reused["metrics"]:
                 # In the first epoch the ratio is 1, as the old log-probabilities are its own.
                 ratios = reused["metrics"]["actor/ppo_kl"]
-                assert len(ratios) >= epochs and ratios[0] == 0 and (epochs == 1 or any(ratios))
+                assert (
+                    len(ratios) >= epochs
+                    and ratios[0] == 0
+                    and (epochs == 1 or any(ratios))
+                )
                 assert "actor/entropy_loss" not in reused["metrics"]
             for name, columns in reused["own_forward"].items():
                 of_verl = dict(zip(places, result["columns"][name], strict=True))

@@ -32,10 +32,15 @@ def mini_batch(advantages: Sequence[Sequence[float]], **settings: Any) -> Any:
     """Responses with tokens 100, 101, ... and 200, 201, ...; the last token of the last response is a tool's."""
     masks = [torch.ones(length, dtype=torch.int64) for length in RESPONSES]
     masks[3][1] = 0
-    totals = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    totals = [
+        prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
+    ]
 
     def ids(start: int, lengths: Sequence[int]) -> list[torch.Tensor]:
-        return [torch.arange(length) + start * row for row, length in enumerate(lengths, start=1)]
+        return [
+            torch.arange(length) + start * row
+            for row, length in enumerate(lengths, start=1)
+        ]
 
     columns = {
         "prompts": ids(100, PROMPTS),
@@ -67,7 +72,9 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[
         monkeypatch.setattr(torch.distributed, "get_world_size", {GROUP: 2}.__getitem__)
         monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
         config = SimpleNamespace(use_dynamic_bsz=dynamic, micro_batch_size_per_gpu=rows)
-        engine = SimpleNamespace(engine_config=config, get_data_parallel_group=lambda: GROUP)
+        engine = SimpleNamespace(
+            engine_config=config, get_data_parallel_group=lambda: GROUP
+        )
         return without_zero_advantage(engine, data), sent
 
     return run
@@ -103,7 +110,9 @@ def test_rows_and_fillers(leave_out: Any) -> None:
     }
     for name, (first, second, filler) in columns.items():
         assert lists(batch, name) == [first, second, *[filler] * 4], name
-    assert batch["loss_mask"].tolist() == [13, 0, 0, 0, 0, 0], "the sum over the whole mini-batch"
+    assert batch["loss_mask"].tolist() == [13, 0, 0, 0, 0, 0], (
+        "the sum over the whole mini-batch"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +147,9 @@ COSTS = st.integers(1, 4000)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(COSTS, min_size=1, max_size=40), RANKS)
-def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks: int) -> None:
+def test_every_rank_gets_as_many_and_about_as_much_work(
+    costs: list[int], ranks: int
+) -> None:
     shares = deal(costs, ranks)
     counts = list(map(len, shares))
     work = [sum(costs[row] for row in share) for share in shares]
@@ -149,7 +160,9 @@ def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(COSTS, st.integers(0, 5)), min_size=1, max_size=20), RANKS)
-def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks: int) -> None:
+def test_the_rows_of_a_group_meet_on_one_rank(
+    rows: list[tuple[int, int]], ranks: int
+) -> None:
     costs, groups = map(list, zip(*rows, strict=True))
     shares = deal(costs, ranks, groups)
     assert sorted(chain(*shares)) == list(range(len(costs)))
@@ -158,7 +171,10 @@ def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks
     assert sum(map(len, on_ranks)) == len(set(groups))
     # No rank has more work than an even share and a group.
     largest = max(sum(cost for cost, group in rows if group == number) for number in groups)
-    assert max(sum(costs[row] for row in share) for share in shares) <= sum(costs) / ranks + largest
+    assert (
+        max(sum(costs[row] for row in share) for share in shares)
+        <= sum(costs) / ranks + largest
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -168,7 +184,9 @@ def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(
 ) -> None:
     """In two mini-batches, of so many rows a rank."""
     count = 2 * share * ranks
-    costs = data.draw(st.lists(st.sampled_from([0, 5, 4000]), min_size=count, max_size=count))
+    costs = data.draw(
+        st.lists(st.sampled_from([0, 5, 4000]), min_size=count, max_size=count)
+    )
     order = deal_mini_batches(costs, ranks, ranks * share)
     # (rank, mini-batch, place): verl gives each rank a part of the batch, which its mini-batches take in turn.
     places = np.arange(count).reshape(ranks, 2, share)

@@ -15,7 +15,12 @@ import pandas
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from grail_advantage import Method, compute_token_weights
 from grail_advantage.dump import DumpRow, read_dump
@@ -44,7 +49,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = ("\\boxed{", ANSWER, "user", "assistant")
     tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>")
+        models.WordLevel(
+            {token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"
+        )
     )
     backend.pre_tokenizer = pre_tokenizers.Split(
         Regex("|".join(map(re.escape, words)) + r"|[\s\S]"), behavior="isolated"
@@ -116,14 +123,19 @@ class WholeRun:
     def metrics(self, step: int) -> dict[str, float]:
         """What verl logged."""
         lines = [
-            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (self.folder / "metrics.jsonl").read_text().splitlines()
         ]
         return next(line["data"] for line in lines if line["step"] == step)
 
     def policy(self, step: int) -> Qwen3ForCausalLM:
         """The model before a step: the initial one, or that of the checkpoint before, which must hold it as ``hf_model``."""
         checkpoint = (
-            self.folder / "checkpoints" / f"global_step_{step - 1}" / "actor" / "huggingface"
+            self.folder
+            / "checkpoints"
+            / f"global_step_{step - 1}"
+            / "actor"
+            / "huggingface"
         )
         return Qwen3ForCausalLM.from_pretrained(
             checkpoint if step > 1 else self.folder / "model", dtype=torch.float32
@@ -157,7 +169,13 @@ def plain_weights(
     # A masked response has no advantage, whatever verl gave it.
     masked_B = torch.tensor([row.truncated and signal.mask_truncated for row in rows])
     advantages_B = torch.tensor([float(max(row.base_advantage_T, key=abs)) for row in rows])
-    arguments = (ids_BL, valid_BL, response_BL, advantages_B.masked_fill(masked_B, 0.0), signal)
+    arguments = (
+        ids_BL,
+        valid_BL,
+        response_BL,
+        advantages_B.masked_fill(masked_B, 0.0),
+        signal,
+    )
     policy = run.policy(rows[0].step)
     result = compute_token_weights(policy, tokens, *arguments, masked=masked_B, **options)
     # A method of advantages has no weights.
@@ -236,7 +254,9 @@ def start(
         with outputs[0].open("w") as out, outputs[1].open("w") as err:
             how = {"stdout": out, "stderr": err, "timeout": LONGEST_RUN}
             code = subprocess.run(command, env=variables, cwd=ROOT, **how).returncode
-        done = subprocess.CompletedProcess(command, code, *(path.read_text() for path in outputs))
+        done = subprocess.CompletedProcess(
+            command, code, *(path.read_text() for path in outputs)
+        )
         if code == 0 or NOT_STARTED not in done.stdout + done.stderr:
             break
     return done

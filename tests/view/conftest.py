@@ -45,9 +45,13 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         messages.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    def open_page(path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False) -> Any:
+    def open_page(
+        path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False
+    ) -> Any:
         context = browser.new_context(
-            viewport={"width": 390, "height": 844} if phone else {"width": 1280, "height": 900},
+            viewport={"width": 390, "height": 844}
+            if phone
+            else {"width": 1280, "height": 900},
             color_scheme="dark" if dark else "light",
             reduced_motion="reduce",
             has_touch=phone,
@@ -71,7 +75,9 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     assert not messages
     files = {url for url in requests if not url.startswith(("blob:", "data:"))}
     # Each page is one file, and asks for no other.
-    assert len(files) <= len(contexts) and all(url.startswith("file://") for url in files), files
+    assert len(files) <= len(contexts) and all(
+        url.startswith("file://") for url in files
+    ), files
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,12 @@ def _response(
     if truncated:
         tokens = tokens[: end - 2]
     count = len(tokens)
-    answer = {"reward": 0.0, "outcome": "wrong", "truncated": True, "no_scores": "truncated"}
+    answer = {
+        "reward": 0.0,
+        "outcome": "wrong",
+        "truncated": True,
+        "no_scores": "truncated",
+    }
     if not truncated:
         # The box begins after "The answer is ", and its content after "\boxed{"; "}." and the end token follow.
         answer = {

@@ -34,7 +34,14 @@ from grail_advantage.dump import read_dump
 from grail_advantage.method import METHODS, register
 from tests import hosts
 from tests.core import real_tokenizers as real
-from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.core.tiny_models import (
+    ROLLOUTS,
+    Rollout,
+    char_tokenizer,
+    encode,
+    make_batch,
+    tiny_model,
+)
 from verl_cpu.tiny.shipped import load_shipped
 
 RESPONSES = [
@@ -55,14 +62,18 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     """Bit for bit, for the first method as the run's and for each of several."""
     names = "grail_robust oar_g oar_p stare shear polarity progress_advantage"
     methods = {name: hosts.signal_of(name) for name in (first, *names.split())}
-    chosen = [row for row, source in enumerate(hosts.RESPONSES) if math.isfinite(source.reward)]
+    chosen = [
+        row for row, source in enumerate(hosts.RESPONSES) if math.isfinite(source.reward)
+    ]
     responses = []
     for row in chosen:
         source = hosts.RESPONSES[row]
         # An end token has no text.
         text = source.ids if source.text.endswith("<end>") else source.text
         facts = {"reward": source.reward, "group": source.prompt}
-        responses.append(Response(id=f"r{row}", prompt=source.prompt, response=text, **facts))
+        responses.append(
+            Response(id=f"r{row}", prompt=source.prompt, response=text, **facts)
+        )
     analyze(
         responses,
         methods,
@@ -107,7 +118,9 @@ def run(
 
 
 def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Path):
-    first, second = (replace(RESPONSES[0], id=f"{i}", prompt=f"Ask {i}", reward=1.0) for i in "12")
+    first, second = (
+        replace(RESPONSES[0], id=f"{i}", prompt=f"Ask {i}", reward=1.0) for i in "12"
+    )
     run([first, second, replace(first, id="3")], ["surprisal"], tmp_path)
     rows = list(read_dump(tmp_path))
     assert rows[0].group == rows[2].group != rows[1].group
@@ -176,7 +189,10 @@ def test_methods_that_ask_again(tmp_path: Path):
     assert not {"rlsd", "shear", "oar_p"} & methods_for(["all"], [text]).keys()
     for refused, message in (
         (text, "asks the prompt again"),
-        (replace(row, ground_truth=None), "rlsd tells the model the answer; give the lines a"),
+        (
+            replace(row, ground_truth=None),
+            "rlsd tells the model the answer; give the lines a",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             methods_for(["rlsd"], [refused])
@@ -226,7 +242,9 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(
 ) -> None:
     tokenizer = copy.deepcopy(real.sentencepiece_tokenizer("bpe"))
     tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in tokenizer.all_special_tokens}
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(name) for name in tokenizer.all_special_tokens
+    }
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{front} $A {end}".strip(), special_tokens=list(ids.items())
     )
@@ -274,7 +292,20 @@ def test_characters_become_tokens():
 
 def word_pieces() -> PreTrainedTokenizerFast:
     """WordPiece without capitals, whose tokens are in the dump as the vocabulary spells them."""
-    pieces = ["[UNK]", "so", "##x", "##y", "z", *"2+3=58.", "##5", "##8", "##é", "🙂", "a", "##b"]
+    pieces = [
+        "[UNK]",
+        "so",
+        "##x",
+        "##y",
+        "z",
+        *"2+3=58.",
+        "##5",
+        "##8",
+        "##é",
+        "🙂",
+        "a",
+        "##b",
+    ]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.Lowercase()
@@ -301,7 +332,9 @@ def test_a_labelled_character_has_the_token_that_holds_it(
     places = [place for place, character in enumerate(text) if not character.isspace()]
     # A step for each word, with the blanks after it.
     cuts = [0, *(place for place in places[1:] if text[place - 1].isspace()), len(text)]
-    labelled = partial(Response, id="a", prompt="p", steps=list(pairwise(cuts)), labelled=True)
+    labelled = partial(
+        Response, id="a", prompt="p", steps=list(pairwise(cuts)), labelled=True
+    )
 
     def ranges_of(response: str | list[int], written: list[int]) -> list[Any]:
         """The tokens of each character, and those of the steps."""
@@ -363,7 +396,8 @@ def test_labels_of_lines_in_a_dump(tmp_path: Path) -> None:
     rows = list(read_dump(tmp_path))
     for row in rows[:2]:
         marked, answer = (
-            "".join(row.tokens[slice(*row.labels[name])]) for name in ("wrong_step", "answer")
+            "".join(row.tokens[slice(*row.labels[name])])
+            for name in ("wrong_step", "answer")
         )
         assert (marked.strip(), answer.strip()) == ("5+4=8", "\\boxed{9}")
         assert len(row.labels["steps"]) == 3
@@ -400,7 +434,9 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
         return tiny_model()
 
     def analysis(folder: str, responses: Sequence[Response] = responses) -> list[str]:
-        return analyze(responses, chosen, tmp_path / folder, char_tokenizer(), load, model="m")
+        return analyze(
+            responses, chosen, tmp_path / folder, char_tokenizer(), load, model="m"
+        )
 
     summary = analysis("whole")
     # 70 responses are files of 32, 32 and 6; without the second 38 are left.
@@ -432,7 +468,9 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
 
 
 def test_groups_stay_in_one_file() -> None:
-    grouped = [replace(RESPONSES[0], id=str(place), group=str(place % 7)) for place in range(70)]
+    grouped = [
+        replace(RESPONSES[0], id=str(place), group=str(place % 7)) for place in range(70)
+    ]
     parts = command.parts_of(grouped)
     # Seven groups of ten: three fit into a file of 32.
     assert [{place % 7 for place in part} for part in parts] == [{0, 1, 2}, {3, 4, 5}, {6}]
@@ -460,7 +498,9 @@ def test_command(call: Callable[[str], None], capsys: Capture):
     printed = capsys.readouterr().out
     half = "1 of 2 responses have scores; 1 without (outside the gate); of its change "
     # The control weighs answers alone, each as much as the other.
-    bonus = "50% is answers' content in correct and 50% in incorrect responses, 0% its scores\n"
+    bonus = (
+        "50% is answers' content in correct and 50% in incorrect responses, 0% its scores\n"
+    )
     assert f"grail: {half}" in printed and f"grail:control=answer: {half}{bonus}" in printed
     assert "uniform: 0 of 2 responses have scores; 2 without (not scored)\n" in printed
     facts = [(row.reward, row.outcome, row.answer) for row in read_dump("found")]
@@ -469,18 +509,27 @@ def test_command(call: Callable[[str], None], capsys: Capture):
         call("missing.jsonl --method grail")
 
 
-def test_answers_in_another_format_are_told(call: Callable[[str], None], capsys: Capture) -> None:
+def test_answers_in_another_format_are_told(
+    call: Callable[[str], None], capsys: Capture
+) -> None:
     """Where hardly any response has an answer, and where another format finds more."""
     answers = {"none": ["#### 42"] * 3, "mixed": ["#### 42", r"\boxed{42}", "#### 43"]}
     for (name, texts), count in zip(answers.items(), (0, 1), strict=True):
-        write_lines(f"{name}.jsonl", [{"prompt": "Two?", "response": text} for text in texts])
+        write_lines(
+            f"{name}.jsonl", [{"prompt": "Two?", "response": text} for text in texts]
+        )
         call(f"{name}.jsonl --method grail --out {name}")
         errors = capsys.readouterr().err
-        assert f"{count} of 3 responses have an answer" in errors and "--answer=hashes" in errors
+        assert (
+            f"{count} of 3 responses have an answer" in errors
+            and "--answer=hashes" in errors
+        )
     call("none.jsonl --method grail --answer hashes --out hashes")
     assert "format" not in capsys.readouterr().err
     dump = read_dump("hashes")
-    assert [row.answer for row in dump] == ["42"] * 3 and dump.files[0].header.answer == "hashes"
+    assert [row.answer for row in dump] == ["42"] * 3 and dump.files[
+        0
+    ].header.answer == "hashes"
 
 
 LINE = {"prompt": "Two and three?", "response": r"So \boxed{6}", "reward": 0.0}
@@ -496,7 +545,9 @@ def test_an_option_with_which_no_model_runs_is_refused_by_its_name(
     write_lines(tmp_path / "r.jsonl", [LINE])
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as refused:
-        main(f"{tmp_path / 'r.jsonl'} --model tiny --method grail --out {out} {option}".split())
+        main(
+            f"{tmp_path / 'r.jsonl'} --model tiny --method grail --out {out} {option}".split()
+        )
     (message,) = str(refused.value).splitlines()
     assert option.split("=")[0] in message and not out.exists()
 
@@ -538,7 +589,12 @@ def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) 
     assert written.answer == "7" and written.methods["grail"].no_scores is None
     for strange in ([size + 8], [size + 1] * 5):
         with pytest.raises(ValueError, match=r"padded: token id .* --model"):
-            run([replace(row, response=[*strange, *ids])], ["grail"], tmp_path / "b", sizes=sizes)
+            run(
+                [replace(row, response=[*strange, *ids])],
+                ["grail"],
+                tmp_path / "b",
+                sizes=sizes,
+            )
 
 
 def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path) -> None:
@@ -616,7 +672,9 @@ def test_help_imports_neither_torch_nor_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
-def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path: Path, trainer: str) -> None:
+def test_files_of_trainers_are_the_lines_that_they_mean(
+    tmp_path: Path, trainer: str
+) -> None:
     """verl's own writer, which drops control tokens, and TRL's columns: read as the messages that the model saw."""
     _, tokenizer = load_shipped()
     prompts = [[{"role": "user", "content": text}] for text in ("2+3=", "2+3=", "(1+1)*2=")]
@@ -625,7 +683,9 @@ def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path: Path, trainer:
     if trainer == "verl":
         from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-        ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True)[
+            "input_ids"
+        ]
         inputs = tokenizer.batch_decode(ids, skip_special_tokens=True)
         columns = (inputs, texts, ["5"] * 3, rewards, {"uid": list("abc")})
         PPOTrainer._write_generations(*columns, str(tmp_path), 7)

@@ -36,12 +36,16 @@ def rows(runs: Path) -> list[DumpRow]:
 
 def plain(text: str) -> float:
     """A number as the page writes it; NaN for a dash."""
-    return float("nan" if text == "\u2013" else text.replace("\u2212", "-").replace(",", ""))
+    return float(
+        "nan" if text == "\u2013" else text.replace("\u2212", "-").replace(",", "")
+    )
 
 
 def readout(page: Any) -> dict[str, float]:
     """The values of the token that is pointed at."""
-    names, texts = (page.locator(f"#readout {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    names, texts = (
+        page.locator(f"#readout {tag}").all_inner_texts() for tag in ("dt", "dd")
+    )
     return dict(zip(names, map(plain, texts), strict=True))
 
 
@@ -108,7 +112,9 @@ def test_numbers_of_tokens_are_those_of_the_parquet(
     assert shown == "".join(row.tokens[:5]).replace("\n", "↵\n")
 
 
-def test_numbers_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened: Open) -> None:
+def test_numbers_of_every_size_are_shown_to_three_digits(
+    tmp_path: Path, opened: Open
+) -> None:
     """What has no value, or none that is finite, is a dash."""
     scores = [3e-6, 1.5e-3, 12.25, 7e4, 3e5, NAN, np.inf]
     row = dump_row([0, 0.5, 1, 2, 4, 5, 1e-3], score_T=np.float32(scores))
@@ -123,7 +129,9 @@ def test_numbers_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened:
 
 def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open) -> None:
     # An incorrect response that the methods scored.
-    row = next(row for row in read_dump(runs / "analyze") if row.labels and not row.no_scores)
+    row = next(
+        row for row in read_dump(runs / "analyze") if row.labels and not row.no_scores
+    )
     page = opened(runs / "analyze" / "report.html", link(row, "&token=3"))
     for name, columns in row.methods.items():
         page.locator(".methods .strip", has_text=name).click()
@@ -180,13 +188,18 @@ def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
     page = opened(path, link(other, "&overlay=received&token=1"))
     assert "not in the update" in page.locator("#readout").inner_text()
     page = opened(path, link(other))
-    assert "33.3 % of 3 tokens moved with their advantage" in page.locator("#receipt").inner_text()
+    assert (
+        "33.3 % of 3 tokens moved with their advantage"
+        in page.locator("#receipt").inner_text()
+    )
     page.locator("#receipt a").click()
     page.wait_for_selector(".t[aria-selected=true]")
     assert "rollout=1.0" in page.url and "token=1" in page.url
     assert page.locator("select[name=overlay]").input_value() == "received"
     numbers = numbers_of(row, 1)
-    assert readout(page) == same(numbers) and {"Received", "Effect", "Mismatch"} <= set(numbers)
+    assert readout(page) == same(numbers) and {"Received", "Effect", "Mismatch"} <= set(
+        numbers
+    )
     text = page.locator("#readout").inner_text()
     assert "received by epoch 1, 0" in text and "clipped in 50 % of" in text
     # Hatched where a loss clipped, also where a clipped token received something, as under `cispo`.
@@ -194,7 +207,9 @@ def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
     for overlay, colours in (("effect", ("warm", "cool")), ("mismatch", ("cool", ""))):
         page.select_option('select[name="overlay"]', overlay)
         grounds = tokens_that(page, "style.backgroundColor")
-        assert all(colour in ground for colour, ground in zip(colours, grounds, strict=False))
+        assert all(
+            colour in ground for colour, ground in zip(colours, grounds, strict=False)
+        )
 
 
 def test_turns_of_a_conversation(runs: Path, opened: Open) -> None:
@@ -216,7 +231,10 @@ def figures_of(page: Any, section: str) -> dict[str, tuple[str, list[str], str]]
     figures = {}
     for figure in page.locator(f"#{section} figure").all():
         title, caption = figure.locator("figcaption > *").all_inner_texts()
-        key = [text.replace("\n", " ") for text in figure.locator(".key > span").all_inner_texts()]
+        key = [
+            text.replace("\n", " ")
+            for text in figure.locator(".key > span").all_inner_texts()
+        ]
         figures[title] = caption, key, figure.locator("svg").get_attribute("aria-label")
     return figures
 
@@ -232,7 +250,11 @@ def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open) -
     for run, first in (("a", 1), ("b", 3)):
         lines = []
         for place in range(3):
-            data = {name: values[place] for name, values in curves.items() if place < len(values)}
+            data = {
+                name: values[place]
+                for name, values in curves.items()
+                if place < len(values)
+            }
             lines.append(json.dumps({"step": first + place, "data": data}))
         (tmp_path / run).mkdir()
         (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
@@ -245,10 +267,18 @@ def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open) -
     assert caption == "step 1 to step 3" and "1.02 to 1.1, step 1 to step 3" in aloud
     assert all(text.endswith(ends) for text, ends in zip(key, weights, strict=True))
     # Two runs have other steps, which stand in the key as well.
-    both = figures_of(opened(write_report(tmp_path / "a", against=[tmp_path / "b"])), "curves")
-    assert alone.keys() == both.keys() == {"Policy entropy", "Token weights", "Held-out accuracy"}
+    both = figures_of(
+        opened(write_report(tmp_path / "a", against=[tmp_path / "b"])), "curves"
+    )
+    assert (
+        alone.keys()
+        == both.keys()
+        == {"Policy entropy", "Token weights", "Held-out accuracy"}
+    )
     caption, key, aloud = both["Token weights"]
-    ends = [f"{end}, step {first} to step {first + 2}" for end in weights for first in (1, 3)]
+    ends = [
+        f"{end}, step {first} to step {first + 2}" for end in weights for first in (1, 3)
+    ]
     assert caption == "" and len(key) == 4
     assert all(end in aloud and any(text.endswith(end) for text in key) for end in ends)
     # Before the answer two tokens train, a quarter and three quarters of the way: in the bins at 17.5 and 82.5 % of 20.
@@ -339,7 +369,11 @@ def test_axe_finds_nothing_serious(
     page.locator("#page").scroll_into_view_if_needed()
     page.wait_for_selector(".t")
     serious = [
-        (violation["id"], violation["nodes"][0]["html"], violation["nodes"][0]["failureSummary"])
+        (
+            violation["id"],
+            violation["nodes"][0]["html"],
+            violation["nodes"][0]["failureSummary"],
+        )
         for violation in Axe().run(page).response["violations"]
         if violation["impact"] in ("serious", "critical")
     ]
@@ -420,7 +454,8 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
         f"{signs}.length ? [...span.{signs}].map((sign) => sign.textContent) : span.textContent",
     )
     assert shown == [
-        signs or re.sub("[\ud800-\udfff]", "\ufffd", text) for text, signs in HOSTILE.items()
+        signs or re.sub("[\ud800-\udfff]", "\ufffd", text)
+        for text, signs in HOSTILE.items()
     ]
     # The second line of the metrics cannot be read, which a note says.
     page.locator("#notes summary").click()
@@ -439,7 +474,10 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open) -> 
     edges = tokens_that(page, "getClientRects()[0].left")
     assert edges == sorted(edges)
     assert page.evaluate("typeof pwned") == "undefined"
-    assert page.locator("img, iframe, object, embed, form[action], b > *:not(.sign)").count() == 0
+    assert (
+        page.locator("img, iframe, object, embed, form[action], b > *:not(.sign)").count()
+        == 0
+    )
 
 
 def test_the_policy_holds(runs: Path, browser: Any) -> None:

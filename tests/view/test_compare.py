@@ -23,14 +23,18 @@ Capture = pytest.CaptureFixture[str]
 
 def write_run(path: Path, values: np.ndarray, *, form: str = "metrics.jsonl") -> str:
     """Write a run whose metric has these values at :data:`STEPS`, in a form of this project's, verl's or TRL's."""
-    figures = {step: {METRIC: value} for step, value in zip(STEPS, values.tolist(), strict=True)}
+    figures = {
+        step: {METRIC: value} for step, value in zip(STEPS, values.tolist(), strict=True)
+    }
     # verl writes beside the run's folder.
     file = Path(f"{path}.jsonl") if form == ".jsonl" else path / form
     lines = [{"step": step, "data": data} for step, data in figures.items()]
     text = "\n".join(map(json.dumps, lines))
     if form == "trainer_state.json":
         file = path / "checkpoint-12" / form
-        text = json.dumps({"log_history": [{"step": step, **figures[step]} for step in STEPS]})
+        text = json.dumps(
+            {"log_history": [{"step": step, **figures[step]} for step in STEPS]}
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     return str(path)
@@ -62,8 +66,12 @@ def test_seeds_that_a_difference_takes_are_those_of_the_noncentral_t() -> None:
 
 
 def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture) -> None:
-    grail = [write_run(tmp_path / f"grail-seed{seed}", VALUES[0, seed]) for seed in range(3)]
-    uniform = [write_run(tmp_path / f"uniform-seed{seed}", VALUES[1, seed]) for seed in range(2)]
+    grail = [
+        write_run(tmp_path / f"grail-seed{seed}", VALUES[0, seed]) for seed in range(3)
+    ]
+    uniform = [
+        write_run(tmp_path / f"uniform-seed{seed}", VALUES[1, seed]) for seed in range(2)
+    ]
     # A run under another name, and one whose name has no seed.
     copy = write_run(tmp_path / "uniform-seed2", VALUES[1, 0])
     other = write_run(tmp_path / "other", VALUES[1, 2])
@@ -82,7 +90,10 @@ def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture) -> None
     shown = capsys.readouterr().out
     assert "One seed each says nothing" in shown
     assert f"{VALUES[0, 0, 1:].mean():.4g}" in shown
-    assert compare.main([*grail, "--against", *uniform, f"2={other}", "--against", *uniform]) == 0
+    assert (
+        compare.main([*grail, "--against", *uniform, f"2={other}", "--against", *uniform])
+        == 0
+    )
     assert "seeds 2." in capsys.readouterr().out
 
 

@@ -28,11 +28,15 @@ from tests.dumps import received, received_header
 from tests.view.synthetic import write_dump, write_metrics
 
 slow_machine = [HealthCheck.too_slow]
-few = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow_machine)
+few = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow_machine
+)
 texts = st.text("a1{ \u202e\x00", max_size=4)
 leaves = st.none() | st.booleans() | st.integers(-3, 10**19) | st.floats() | texts
 values = st.recursive(
-    leaves, lambda own: st.lists(own, max_size=3) | st.dictionaries(texts, own), max_leaves=4
+    leaves,
+    lambda own: st.lists(own, max_size=3) | st.dictionaries(texts, own),
+    max_leaves=4,
 )
 good: dict[str, Any] = {"prompt": "a", "response": "b c"}
 
@@ -87,7 +91,10 @@ HUGE = 10**400
 def changes_of(*choices: tuple[str, Iterable[Any]]) -> list[dict[str, Any]]:
     """Each of the values, of each of the names that a blank separates."""
     return [
-        {name: value} for names, values in choices for name in names.split() for value in values
+        {name: value}
+        for names, values in choices
+        for name in names.split()
+        for value in values
     ]
 
 
@@ -125,7 +132,13 @@ def columns_of(table: pa.Table) -> dict[str, Sequence[list[Any]]]:
     count = len(table)
     long = [[1.0] * 3] * count
     none = [None] * count
-    method = {"name": "a", "score": None, "advantage": None, "weight": [1.0], "no_scores": None}
+    method = {
+        "name": "a",
+        "score": None,
+        "advantage": None,
+        "weight": [1.0],
+        "no_scores": None,
+    }
     twice = [{**method, "weight": None}] * 2
 
     def nulls(name: str) -> list[Any]:
@@ -158,7 +171,10 @@ class Foreign:
     """A run whose first step's files others wrote, beside a good second step."""
 
     def __init__(
-        self, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+        self,
+        folder: Path,
+        capsys: pytest.CaptureFixture[str],
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         self.run = folder / f"run{EVIL}"
         self.capsys = capsys

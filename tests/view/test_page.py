@@ -34,7 +34,9 @@ def unpack(text: str) -> dict[str, Any]:
 def content_of(page: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The index of a page, and its rollouts."""
     (index,) = re.findall(r'id="index">([^<]*)<', page)
-    return unpack(index), [unpack(block) for block in re.findall(r'id="r\d+">([^<]*)<', page)]
+    return unpack(index), [
+        unpack(block) for block in re.findall(r'id="r\d+">([^<]*)<', page)
+    ]
 
 
 def page_of(*runs: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -90,7 +92,9 @@ def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
 
 def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
     methods = {
-        "grail": method_columns(score_T=np.float32([1, 2]), weight_T=np.float32([0.5, 1.5])),
+        "grail": method_columns(
+            score_T=np.float32([1, 2]), weight_T=np.float32([0.5, 1.5])
+        ),
         "turns": method_columns(
             weight_T=np.ones(2, "f4"), advantage_T=np.float32([1, -1]), no_scores="none"
         ),
@@ -100,15 +104,26 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
     )
     # A method that gives advantages has no weights to draw by place.
     assert index["methods"] == ["grail", "turns"] and index["runs"][0]["given"] == ["turns"]
-    assert [plot["title"] for plot in index["profiles"]] == ["grail"] and not index["advantages"]
+    assert [plot["title"] for plot in index["profiles"]] == ["grail"] and not index[
+        "advantages"
+    ]
     assert index["rows"][0]["no_scores_of"] == {"grail": None, "turns": "none"}
     columns = block["columns"]
     # GRAIL's advantages are its weights times the base advantage 1/2.
-    assert columns["weight:grail"] == [0.5, 1.5] and columns["advantage:grail"] == [0.25, 0.75]
+    assert columns["weight:grail"] == [0.5, 1.5] and columns["advantage:grail"] == [
+        0.25,
+        0.75,
+    ]
     assert columns["advantage:turns"] == [1, -1]
     row = dump_row([1.0, 1.0], advantage_T=[1.0, -2.0])
-    index, _ = page_of(write_rows(tmp_path / "one", [row], method="mine", gave_advantages=True))
-    assert index["runs"][0]["given"] == ["mine"] and index["advantages"] and not index["profiles"]
+    index, _ = page_of(
+        write_rows(tmp_path / "one", [row], method="mine", gave_advantages=True)
+    )
+    assert (
+        index["runs"][0]["given"] == ["mine"]
+        and index["advantages"]
+        and not index["profiles"]
+    )
     # Advantages 1 and -2 are 1.5 from their mean.
     assert index["rows"][0]["spread"] == 1.5
 
@@ -179,14 +194,18 @@ def test_scales_are_those_of_tokens_with_scores(tmp_path: Path) -> None:
         limits = page_of(write_rows(tmp_path / f"{count}", rows[:count]))[0]["limits"]
         assert 1.5 < limits["weight"] < 2.5 and limits["advantage"] > 1.5
         # What is far apart looks different: 1.12 is not in full colour, and none of the usual weights is pale.
-        assert math.log(1.12, limits["weight"]) < 0.3 and math.log(1.6, limits["weight"]) > 0.5
+        assert (
+            math.log(1.12, limits["weight"]) < 0.3 and math.log(1.6, limits["weight"]) > 0.5
+        )
     # Of two methods one has scores, at four tokens, which have the weight 1.5.
     weights = np.float32([1.5] * 4 + [1.0] * 96)
     several = {
         "a": method_columns(score_T=np.float32([0.5] * 4 + [NAN] * 96), weight_T=weights),
         "b": method_columns(score_T=np.full(100, NAN, "f4"), weight_T=weights),
     }
-    index, _ = page_of(write_rows(tmp_path / "methods", [dump_row(np.ones(100), methods=several)]))
+    index, _ = page_of(
+        write_rows(tmp_path / "methods", [dump_row(np.ones(100), methods=several)])
+    )
     assert index["limits"]["weight"] == 1.5
 
 
@@ -196,7 +215,9 @@ def test_scales_are_those_of_tokens_with_scores(tmp_path: Path) -> None:
 def test_profiles_of_masked_and_short_responses() -> None:
     rows = [
         # Two of three tokens before the answer train: a quarter and three quarters of the way, bins 5 and 15 of 20.
-        dump_row([2.0, 9.0, 4.0, 100.0], span=(3, 3, 4, 4), mask_T=[True, False, True, True]),
+        dump_row(
+            [2.0, 9.0, 4.0, 100.0], span=(3, 3, 4, 4), mask_T=[True, False, True, True]
+        ),
         dump_row([3.0], key="b"),
         dump_row([7.0], key="c", span=(0, 0, 1, 1)),
     ]
@@ -231,7 +252,12 @@ def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path) -> 
 def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path: Path) -> None:
     """Of eight steps with four groups of eight, and at least one group."""
     write_dump(tmp_path / "tokens", range(1, 9), problems=4)
-    for rollouts, steps in ((64, list(range(1, 9))), (16, [1, 8]), (24, [1, 5, 8]), (1, [1])):
+    for rollouts, steps in (
+        (64, list(range(1, 9))),
+        (16, [1, 8]),
+        (24, [1, 5, 8]),
+        (1, [1]),
+    ):
         index, blocks = page_of(tmp_path, rollouts=rollouts)
         groups = [row["group"] for row in index["rows"]]
         assert all(groups.count(group) == 8 for group in groups)
@@ -351,7 +377,9 @@ def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Captur
         output = f"{tmp_path / name}.html"
         assert report.main([runs[0], "--output", output]) == status
         message = capsys.readouterr().err
-        assert not status or (f"{output}: cannot be written" in message and "--output" in message)
+        assert not status or (
+            f"{output}: cannot be written" in message and "--output" in message
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- commands and texts

@@ -25,4 +25,6 @@ def test_pictures_are_what_the_command_makes(tmp_path: Path) -> None:
         drawn = imread(tmp_path / name)
         height, width = np.minimum(shown.shape, drawn.shape)[:2]
         assert np.abs(np.subtract(shown.shape, drawn.shape)).max() < 40
-        assert np.abs(shown[:height, :width, :3] - drawn[:height, :width, :3]).mean() < 0.02, name
+        assert (
+            np.abs(shown[:height, :width, :3] - drawn[:height, :width, :3]).mean() < 0.02
+        ), name

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage.dump import DumpHeader, read_dump, received_table, write_received, write_step
+from grail_advantage.dump import (
+    DumpHeader,
+    read_dump,
+    received_table,
+    write_received,
+    write_step,
+)
 from grail_advantage.receipt import Finding, Receipt
 from grail_advantage.receipt.report import NOTHING, run_receipt, write
 from grail_advantage.receipt.report import main as own_main
@@ -92,11 +98,20 @@ def test_findings_of_a_run_are_put_together() -> None:
         ]
     )
     # Three receipts of four steps each, of 30 + 10 + 7 tokens.
-    assert (run["receipts"], run["steps"], run["tokens"], run["losses"]) == (3, 12, 47, ["vanilla"])
+    assert (run["receipts"], run["steps"], run["tokens"], run["losses"]) == (
+        3,
+        12,
+        47,
+        ["vanilla"],
+    )
     assert run["clipped"] == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
     names = ("name", "step", "update", "receipts", "tokens")
     findings = [tuple(finding[name] for name in names) for finding in run["findings"]]
-    assert findings == [("scaled", 2, 0, 2, 6), ("lost", 2, 1, 1, 5), ("unknown loss", 2, 0, 1, 0)]
+    assert findings == [
+        ("scaled", 2, 0, 2, 6),
+        ("lost", 2, 1, 1, 5),
+        ("unknown loss", 2, 0, 1, 0),
+    ]
 
 
 @pytest.mark.parametrize(
