@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from grail_advantage.data import Rollouts, Row, RowScores
+from grail_advantage.dump import write_whole
 from grail_advantage.effect import EFFECT_METRICS
 from grail_advantage.maps import MAPS
 from grail_advantage.method import READS, BaseMethod, Mapped, Method, build, methods
@@ -29,7 +31,6 @@ from grail_advantage.rules import Rule
 from grail_advantage.text_io import table
 from grail_advantage.trl_ext import rules as trl_rules
 from grail_advantage.verl_ext import rules as verl_rules
-from recipe.marked_text import marked, write_marked
 from recipe.published import GROUPS as PUBLISHED
 from recipe.published import shown
 
@@ -45,8 +46,8 @@ WORDS = {
     "ref_log_probs": "reference log-probabilities",
     "messages": "what tools and users said",
 }
-KINDS = {"boolean": "`true`, `false`", "integer": "integer", "string": "text", "object": "mapping"}
-"""Types of a JSON schema, as the page names them, where their own names do not serve."""
+KINDS = {"boolean": "`true`, `false`", "string": "text", "object": "mapping"}
+"""Types of a JSON schema, as the page names them, where their own names do not serve; a default says enough of them."""
 KNOWN = [
     build(name)
     for name, kind in sorted(methods().items())
@@ -61,56 +62,77 @@ KNOWN_MAPS = sorted(
 )
 
 
-def known_options(owner: type[BaseModel], of_class: Sequence[BaseMethod] = ()) -> list[list[str]]:
-    """Returns name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
-    fixed = {option for method in of_class for option in methods()[method.name].names[method.name]}
-    properties = owner.model_json_schema().get("properties", {})
+class Option(NamedTuple):
+    """An option of a class, as the pages show it."""
+
+    name: str
+    default: str
+    allowed: str
+    meaning: str
+
+    @property
+    def shared(self) -> Option:
+        """What several classes may have of it: all but the default."""
+        return self._replace(default="")
+
+    @property
+    def values(self) -> str:
+        """Its default, and what else is allowed."""
+        if self.allowed in KINDS.values():
+            return self.default
+        if not self.allowed.startswith("`"):
+            return f"{self.default}; {self.allowed}"
+        defaults = re.findall("`[^`]*`", self.default)
+        choices = [choice for choice in self.allowed.split(", ") if choice not in defaults]
+        if not choices:
+            return self.default
+        return f"{self.default}; or {', '.join(choices)}"
+
+    @property
+    def item(self) -> str:
+        """It as an item of a list."""
+        return f"- `{self.name}` ({self.values}): {_names(self.meaning)}"
+
+
+def known_options(owner: type[BaseModel]) -> list[Option]:
+    """Returns the options of a class, its own before those that it inherits, but for those that its names set."""
+    fixed = set().union(*getattr(owner, "names", {}).values())
     schemas = {
         name: {**about, **about.get("anyOf", [{}])[0]}
-        for name, about in properties.items()
+        for name, about in owner.model_json_schema().get("properties", {}).items()
         if name not in fixed
     }
-
-    def value_of(option: str, **changed: Any) -> Any:
-        return getattr(build(of_class[0].name, changed) if of_class else owner(**changed), option)
+    usual = owner()
 
     def default(name: str) -> str:
-        value = value_of(name)
+        value = getattr(usual, name)
         texts = [_value(value)]
         if schemas[name].get("default") is None and value is not None:  # other options may decide
             # The control decides no option, and not every class takes each of its values.
             for option in [option for option in schemas if option not in (name, "control")]:
                 for choice in schemas[option].get("enum", ()):
-                    changed = value_of(name, **{option: choice})
+                    changed = getattr(owner(**{option: choice}), name)
                     if changed != value:
                         texts.append(f"{_value(changed)} with `{choice}`")
         return "; ".join(texts)
 
     def allowed(name: str) -> str:
         schema = schemas[name]
-        signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
-        limits = " and ".join(
-            f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema
-        )
-        limits = (
-            limits.replace(">= 0 and <= 1", "0 to 1")
-            .replace(" and <= 1", ", <= 1")
-            .replace("> 0 and 0 to 1", "> 0, <= 1")
-        )
-        kind = f"{KINDS.get(schema.get('type'), schema.get('type'))} {limits}".strip().removeprefix(
-            "number "
-        )
-        choices = KNOWN_MAPS if name == "reshaper" else schema.get("enum", ())
-        return (", ".join(f"`{choice}`" for choice in choices) or kind) + " or `null`" * (
-            value_of(name) is None
-        )
+        choices = KNOWN_MAPS if name == "reshaper" else schema.get("enum")
+        if choices:
+            text = ", ".join(f"`{choice}`" for choice in choices)
+        else:
+            signs = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
+            limits = [f"{sign} {schema[key]:g}" for sign, key in signs.items() if key in schema]
+            kind = KINDS.get(schema.get("type"), schema.get("type"))
+            text = f"{kind} {', '.join(limits)}".strip().removeprefix("number ")
+            text = text.replace("> 0, >= 0", "> 0").replace(">= 0, <= 1", "0 to 1")
+        return text + " or `null`" * (getattr(usual, name) is None)
 
-    names = dict.fromkeys(
-        [*(name for name in inspect.get_annotations(owner) if name in schemas), *schemas]
-    )
+    own = [name for name in inspect.get_annotations(owner) if name in schemas]
     return [
-        [f"`{name}`", default(name), allowed(name), schemas[name].get("description", "")]
-        for name in names
+        Option(name, default(name), allowed(name), schemas[name].get("description", ""))
+        for name in dict.fromkeys([*own, *schemas])
     ]
 
 
@@ -127,140 +149,102 @@ def overview() -> list[str]:
             read_at = f"as `{first.name}`"
         source = source.replace("arXiv ", "")
         rows.append([f"`{method.name}`", method.formula, method.cost, ratio, source, read_at])
-    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", "measured, x `uniform`"]
-    head += ["source, by arXiv number", "read at"]
-    how = "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`,"
-    how = f"{how} default options: {figures['origin']} ([how](../benchmarks/README.md))."
+    head = [
+        "`algorithm.adv_estimator`",
+        "weight",
+        "cost, forward passes",
+        "measured, x `uniform`",
+        "source, by arXiv number",
+        "read at",
+    ]
+    how = (
+        "Measured: a step's training side with 1 epoch, put together from its stages, against that of `uniform`, "
+        f"default options: {figures['origin']} ([how](../benchmarks/README.md))."
+    )
     return ["## All methods", "", *table(head, rows), "", how]
 
 
 def reference() -> list[str]:
     """Returns inputs and modes, the shared options, a section for each method, and the maps."""
-    general = known_options(Method)
-    rows = {owner: known_options(owner, of_class) for owner, of_class in BY_CLASS.items()}
-    general_names = {row[0] for row in general}
-    counts = Counter(_about(row) for of_class in rows.values() for row in of_class)
-    defaults = {row[0]: row[1] for row in general}
-    shared: dict[str, list[list[str]]] = {}
-    for row in general:
-        shared.setdefault(_owners(row[0].strip("`")), []).append(row)
-    for about in [
-        about for about, count in counts.items() if count > 1 and about[0] not in defaults
-    ]:
-        name = about[0]
-        by_owner = {
-            owner: row[1]
-            for owner, of_class in rows.items()
-            for row in of_class
-            if _about(row) == about
-        }
-        defaults.setdefault(name, Counter(by_owner.values()).most_common(1)[0][0])
-        owners = ", ".join(_heading(BY_CLASS[owner]) for owner in by_owner)
-        shared.setdefault(owners, []).append([name, defaults[name], *about[1:]])
+    by_class = {owner: known_options(owner) for owner in BY_CLASS}
+    owners: dict[Option, dict[type[BaseMethod], str]] = {}
+    for owner, options in by_class.items():
+        for option in options:
+            owners.setdefault(option.shared, {})[owner] = option.default
+    shared: dict[str, list[Option]] = {}
+    for option in known_options(Method):
+        shared.setdefault(_owners(option.name), []).append(option)
+    defaults = {option.name: option.default for option in itertools.chain(*shared.values())}
+    general = set(defaults)
+    for option, by_owner in owners.items():
+        if option.name not in general and len(by_owner) > 1:
+            usual, _ = Counter(by_owner.values()).most_common(1)[0]
+            option = option._replace(default=defaults.setdefault(option.name, usual))
+            heading = ", ".join(_heading(BY_CLASS[owner]) for owner in by_owner)
+            shared.setdefault(heading, []).append(option)
     lines = [*_modes(), "", "## Shared options"]
-    for owners, options in shared.items():
-        lines += ["", f"{owners}:".capitalize(), "", *map(_item, options)]
+    for heading, options in shared.items():
+        lines += ["", f"{heading}:".capitalize(), ""]
+        lines += [option.item for option in options]
     lines += ["", "## Each method"]
-    for owner, of_class in BY_CLASS.items():
-        lines += _introduction(owner, of_class)
+    for owner, options in by_class.items():
+        lines += _introduction(owner)
         # What several classes have is explained once, above.
-        special = [
-            row for row in rows[owner] if row[0] not in general_names and counts[_about(row)] == 1
-        ]
+        special = []
+        set_otherwise = []
+        for option in options:
+            if option.name not in general and len(owners[option.shared]) == 1:
+                special.append(option.item)
+            elif option.default != defaults[option.name]:
+                set_otherwise.append(f"`{option.name}` ({option.default})")
         if special:
-            lines += ["", *map(_item, special)]
-        set_otherwise = [
-            f"{row[0]} ({row[1]})"
-            for row in rows[owner]
-            if row not in special and row[1] != defaults[row[0]]
-        ]
+            lines += ["", *special]
         if set_otherwise:
             lines += ["", f"Other defaults: {', '.join(set_otherwise)}."]
     maps = []
     for name in KNOWN_MAPS:
         meaning = " ".join(_paragraphs(inspect.getdoc(MAPS[name].function) or ""))
-        options = ", ".join(
-            f"{row[0]} ({_values(row)})" for row in known_options(MAPS[name].options)
+        values = ", ".join(
+            f"`{option.name}` ({option.values})" for option in known_options(MAPS[name].options)
         )
-        users = [
+        users = _heading(
             method for method in KNOWN if isinstance(method, Mapped) and method.reshaper == name
-        ]
-        maps.append([f"`{name}`", meaning, options, _heading(users)])
+        )
+        maps.append([f"`{name}`", meaning, values, users])
     return [*lines, "", "## Maps", "", *table(["map", "weights", "options", "default of"], maps)]
-
-
-def _item(row: list[str]) -> str:
-    """Returns an option as an item of a list."""
-    return f"- {row[0]} ({_values(row)}): {_names(row[3])}"
-
-
-def _values(row: list[str]) -> str:
-    """Returns an option's default, and what else is allowed."""
-    _, default, allowed, _ = row
-    if allowed in (KINDS["string"], KINDS["object"]):
-        return default
-    if not allowed.startswith("`"):
-        return f"{default}; {allowed}"
-    choices = [
-        choice for choice in allowed.split(", ") if choice not in re.findall("`[^`]*`", default)
-    ]
-    if not choices or choices == [KINDS["boolean"].replace(default, "").strip(", ")]:
-        return default
-    return f"{default}; or {', '.join(choices)}"
-
-
-def _about(row: list[str]) -> tuple[str, ...]:
-    """Returns what methods share of an option: its name, allowed values and meaning."""
-    name, _, allowed, meaning = row
-    return name, allowed, meaning
 
 
 def _modes() -> list[str]:
     reads: dict[str, list[BaseMethod]] = {}
     uses: dict[str, list[BaseMethod]] = {}
     for method in KNOWN:
-        names = (
-            ", ".join(WORDS.get(column, column) for column in READS if column in method.reads)
-            or "nothing"
-        )
-        reads.setdefault(names, []).append(method)
+        columns = [WORDS.get(column, column) for column in READS if column in method.reads]
+        reads.setdefault(", ".join(columns) or "nothing", []).append(method)
         if method.uses:
             uses.setdefault(WORDS.get(method.uses, method.uses), []).append(method)
     rows = [[_heading(of_words), words] for words, of_words in reads.items()]
     passes = [f"{words} by {_heading(of_words)}" for words, of_words in uses.items()]
-    unsharded = _heading([method for method in KNOWN if method.uses in verl_rules.NEEDED_WHOLE])
-    entropy = _heading([method for method in KNOWN if "entropy" in method.reads])
-    lines = [
+    unsharded = _heading(method for method in KNOWN if method.uses in verl_rules.NEEDED_WHOLE)
+    entropy = _heading(method for method in KNOWN if "entropy" in method.reads)
+    return [
         "## Inputs and modes",
         "",
         *table(["`algorithm.adv_estimator`", "reads of the batch"], rows),
+        "",
+        f"Uses of the model: {'; '.join(passes)}.",
+        f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}.",
+        "`compute_token_weights` computes log-probabilities and entropies that are not given.",
     ]
-    lines += ["", f"Uses of the model: {'; '.join(passes)}."]
-    lines += [
-        f"Not with sequence parallelism or fused kernels: {unsharded}. Not in bypass mode: {entropy}."
-    ]
-    lines += [
-        "`compute_token_weights` computes log-probabilities and entropies that are not given."
-    ]
-    return lines
 
 
-def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> list[str]:
+def _introduction(owner: type[BaseMethod]) -> list[str]:
     """Returns a section's heading, the docstrings of its class and of the module that has no other, and what it
     needs."""
-    docstrings = [inspect.getdoc(owner)]
-    if not any(
-        kind is not owner and kind.__module__ == owner.__module__ for kind in methods().values()
-    ):
-        docstrings.insert(0, inspect.getdoc(inspect.getmodule(owner)))
-    lines = [
-        "",
-        f"### {_heading(of_class)}",
-        "",
-        *_paragraphs("\n\n".join(filter(None, docstrings))),
-        "",
-    ]
-    for method in of_class:
+    docstring = inspect.getdoc(owner)
+    if sum(kind.__module__ == owner.__module__ for kind in BY_CLASS) == 1:
+        docstring = f"{inspect.getdoc(inspect.getmodule(owner))}\n\n{docstring}"
+    lines = ["", f"### {_heading(BY_CLASS[owner])}", "", *_paragraphs(docstring), ""]
+    for method in BY_CLASS[owner]:
         needs = [f"the column `{name}` of the data set" for name in method.data_columns]
         if method.ranks_entropy:
             needs.append("in bf16 `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
@@ -271,21 +255,15 @@ def _introduction(owner: type[BaseMethod], of_class: Sequence[BaseMethod]) -> li
 
 def _owners(option: str) -> str:
     """Returns the methods that have an option of :class:`Method`, in words."""
-    of_weights = {
-        method.name: option in type(method).model_fields
-        for method in KNOWN
-        if isinstance(method, Method)
-    }
-    if all(option in type(method).model_fields for method in KNOWN):
-        return "every method"
-    without = ", ".join(f"`{name}`" for name, has in of_weights.items() if not has)
+    without = [method for method in KNOWN if option not in type(method).model_fields]
     if not without:
-        return "methods of weights"
-    return f"methods of weights but {without}"
+        return "every method"
+    lacking = _heading(method for method in without if isinstance(method, Method))
+    return f"methods of weights but {lacking}".removesuffix(" but ")
 
 
-def _heading(of_class: Sequence[BaseMethod]) -> str:
-    return ", ".join(f"`{method.name}`" for method in of_class)
+def _heading(listed: Iterable[BaseMethod]) -> str:
+    return ", ".join(f"`{method.name}`" for method in listed)
 
 
 def _value(value: Any) -> str:
@@ -326,9 +304,13 @@ def figures() -> list[str]:
 
 def trl() -> list[str]:
     """Returns what TRL's trainer refuses and warns of, but for biases of turns."""
-    lines = _of_rules("refused", [rule for rule in trl_rules.RULES if not rule.warned])
-    lines += ["", *_of_rules("refused with `skip_zero_advantage=True`", trl_rules.AGAINST_SKIPPING)]
-    return [*lines, "", *_of_rules("warned of", _own_warnings(trl_rules.RULES))]
+    return [
+        *_of_rules("refused", trl_rules.RULES),
+        "",
+        *_of_rules("refused with `skip_zero_advantage=True`", trl_rules.AGAINST_SKIPPING),
+        "",
+        *_of_rules("warned of", trl_rules.RULES, warned=True),
+    ]
 
 
 def biases() -> list[str]:
@@ -346,32 +328,23 @@ def _is_bias(rule: Rule) -> bool:
     return rule.because.startswith(BIAS)
 
 
-def _own_warnings(rules: Iterable[Rule]) -> list[Rule]:
-    return [rule for rule in rules if rule.warned and not _is_bias(rule)]
-
-
 def _options(rule: Rule) -> str:
     """Returns a rule's options without the sections that most have in front; of several with one name the first."""
-    names = [rule.option] if isinstance(rule.option, str) else rule.option
-    # Reversed, so that of two options with one last name the first stays.
-    last = {name.split(".")[-1]: name for name in reversed(names)}
-    texts = [
-        re.sub("^(actor_rollout_ref|algorithm)[.]", "", name)
-        for name in names
-        if name in last.values()
-    ]
-    return ", ".join(f"`{name}`" for name in texts)
+    by_name: dict[str, str] = {}
+    for option in [rule.option] if isinstance(rule.option, str) else rule.option:
+        shortened = re.sub("^(actor_rollout_ref|algorithm)[.]", "", option)
+        by_name.setdefault(option.split(".")[-1], f"`{shortened}`")
+    return ", ".join(by_name.values())
 
 
-def _of_rules(heading: str, rules: Iterable[Rule]) -> list[str]:
-    """Returns a table of options by reason."""
+def _of_rules(heading: str, rules: Iterable[Rule], *, warned: bool = False) -> list[str]:
+    """Returns a table of options by reason: of the rules that refuse, or of those that warn, but for biases."""
     by_reason: dict[str, dict[str, None]] = {}
     for rule in rules:
-        by_reason.setdefault(rule.because, {})[_options(rule)] = None
-    return table(
-        [heading, "because"],
-        [[", ".join(options), _names(why)] for why, options in by_reason.items()],
-    )
+        if rule.warned == warned and not _is_bias(rule):
+            by_reason.setdefault(_names(rule.because), {})[_options(rule)] = None
+    rows = [[", ".join(options), why] for why, options in by_reason.items()]
+    return table([heading, "because"], rows)
 
 
 def patches() -> list[str]:
@@ -426,11 +399,13 @@ def published() -> list[str]:
     """Returns the published values that are not simply the same here, and what ``like=corrected`` has instead."""
     rows = []
     for group, settings in PUBLISHED.items():
-        first = len(rows)
-        for setting in settings:
+        differing = [
+            setting for setting in settings if setting.corrected or setting.value is not None
+        ]
+        if differing:
+            rows.append([f"*{group}*", "", "", "", ""])
+        for setting in differing:
             corrected, _, why = setting.corrected.partition(": ")
-            if setting.value is None and not corrected:
-                continue
             ours = ", ".join(
                 f"`{option.removeprefix('actor_rollout_ref.')}`" for option in setting.says.split()
             )
@@ -438,8 +413,6 @@ def published() -> list[str]:
                 ours = f"{ours}: {shown(setting.value)}"
             theirs = f"`{shown(setting.theirs)}` ({setting.place})"
             rows.append([setting.name, theirs, ours, corrected, why or setting.why])
-        if len(rows) > first:
-            rows.insert(first, [f"*{group}*", "", "", "", ""])
     return table(["setting", "theirs", "`published`", "`corrected`", "why it differs"], rows)
 
 
@@ -449,18 +422,11 @@ def passages() -> Iterator[tuple[str, str, list[str]]]:
     yield "methods.md", "methods", overview()
     yield "reference_methods.md", "methods", reference()
     yield "metrics.md", "metrics", figures()
-    yield (
-        "works_with.md",
-        "refused",
-        _of_rules("refused", [rule for rule in verls if not rule.warned]),
-    )
-    yield "works_with.md", "warned", _of_rules("warned of", _own_warnings(verls))
+    yield "works_with.md", "refused", _of_rules("refused", verls)
+    yield "works_with.md", "warned", _of_rules("warned of", verls, warned=True)
     yield "works_with.md", "kept", _of_rules("all responses stay with", verl_rules.AGAINST_SKIPPING)
-    yield (
-        "loss_and_advantage.md",
-        "forward",
-        _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE),
-    )
+    forward = _of_rules("verl's forward stays with", verl_rules.AGAINST_REUSE)
+    yield "loss_and_advantage.md", "forward", forward
     yield "turns.md", "biases", biases()
     yield "works_with.md", "trl", trl()
     yield "what_installing_changes.md", "patches", patches()
@@ -468,17 +434,34 @@ def passages() -> Iterator[tuple[str, str, list[str]]]:
     yield "published.md", "published", published()
 
 
-if __name__ == "__main__":
-    status = 0
+def with_passage(text: str, name: str, lines: list[str]) -> str:
+    """Returns a page with these lines between ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+
+    Raises:
+        ValueError: the markers are not there once each, in order.
+    """
+    begin = f"<!-- {name} -->"
+    end = f"<!-- /{name} -->"
+    if [text.count(begin), text.count(end)] != [1, 1] or text.index(begin) > text.index(end):
+        raise ValueError(f"the file needs the lines {begin} and {end}, once each and in this order")
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    passage = "\n".join(lines).strip()
+    return f"{head}{begin}\n{passage}\n{end}{tail}"
+
+
+def main() -> None:
+    stale = []
     for page, marker, lines in passages():
         file = ROOT / "docs" / page
-        passage = "\n".join(lines)
+        text = file.read_text(encoding="utf-8")
+        current = with_passage(text, marker, lines)
         if sys.argv[1:] != ["--check"]:
-            write_marked(file, marker, passage)
-        elif marked(file.read_text(encoding="utf-8"), marker) != passage.strip():
-            print(
-                f"docs/{page}: {marker} is not current; run python scripts/docs_pages.py",
-                file=sys.stderr,
-            )
-            status = 1
-    sys.exit(status)
+            write_whole(file, current)
+        elif current != text:
+            stale.append(f"docs/{page}: {marker} is not current; run python scripts/docs_pages.py")
+    sys.exit("\n".join(stale) or None)
+
+
+if __name__ == "__main__":
+    main()

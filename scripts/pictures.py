@@ -34,34 +34,29 @@ def chromium() -> str | None:
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
-def draw(run: Path, folder: Path) -> None:
-    """Draw both pictures of a run into a folder."""
+def main(folder: Path = ROOT / "docs" / "images") -> None:
+    """Draw both pictures into a folder."""
+    if chromium() is None:
+        sys.exit(
+            "no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one"
+        )
     from playwright.sync_api import sync_playwright
 
-    report.main([str(run), *FIGURE, "--output", str(folder / "methods.png")])
-    report.main([str(run), "--output", str(run / "report.html")])
-    with sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as run, sync_playwright() as playwright:
+        answers = ROOT / "examples/labelled.jsonl"
+        analyze([str(answers), "--model", "tiny", *METHODS, "--out", run])
+        report.main([run, *FIGURE, "--output", str(folder / "methods.png")])
+        report.main([run])
         browser = playwright.chromium.launch(executable_path=chromium(), args=ARGUMENTS)
         page = browser.new_page(
             viewport={"width": 960, "height": 720}, device_scale_factor=1.5, reduced_motion="reduce"
         )
-        page.goto((run / "report.html").resolve().as_uri() + OPEN)
+        page.goto(Path(run, "report.html").as_uri() + OPEN)
         page.wait_for_selector("html[data-ready]")
         page.get_by_label("Rollouts", exact=True).first.screenshot(
             path=folder / "report_rollouts.png"
         )
         browser.close()
-
-
-def main(folder: Path = ROOT / "docs" / "images") -> None:
-    if chromium() is None:
-        sys.exit(
-            "no Chromium: scripts/test.sh installs Debian's as root, CHROMIUM=/path/to/it names one"
-        )
-    with tempfile.TemporaryDirectory() as run:
-        answers = ROOT / "examples/labelled.jsonl"
-        analyze([str(answers), "--model", "tiny", *METHODS, "--out", run])
-        draw(Path(run), folder)
 
 
 if __name__ == "__main__":
