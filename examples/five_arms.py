@@ -64,7 +64,6 @@ TASKS = {
 }
 SWEEP_SEED = 100
 HELD_OUT = 256
-RESPONSES = 256  # by which rounding is measured
 SIZE = "--prompts 8 --rollouts 8 --micro-batch 64 --lora-rank 0 --steps 16 --save-steps 0 --no-bf16"
 EVALUATION = "--eval-every 8 --dump-every 8 --effect-every 8"
 METRIC = "eval_reward"
@@ -171,7 +170,10 @@ def log_probs_of(model: torch.nn.Module, rows: Sequence[DumpRow]) -> list[torch.
         ids = [*row.prompt_ids, *row.token_ids_T]
         ids_BL[index, : len(ids)] = torch.tensor(ids)
     with torch.no_grad():
-        log_probs_BLV = model(ids_BL).logits.float().log_softmax(-1)
+        logits_BLV = model(ids_BL).logits
+    # A bfloat16 model's logits become float32, as in training.
+    dtype = torch.promote_types(logits_BLV.dtype, torch.float32)
+    log_probs_BLV = logits_BLV.to(dtype).log_softmax(-1)
     chosen_BL = log_probs_BLV[:, :-1].gather(-1, ids_BL[:, 1:, None])[..., 0]
     starts = [len(row.prompt_ids) - 1 for row in rows]
     return [
@@ -180,18 +182,19 @@ def log_probs_of(model: torch.nn.Module, rows: Sequence[DumpRow]) -> list[torch.
     ]
 
 
-def rounding(model: torch.nn.Module, rows: Sequence[DumpRow]) -> np.ndarray:
-    """How far each token's log-probability (N,) moves where its response is read alone."""
-    together = torch.cat(log_probs_of(model, rows))
-    alone = torch.cat([log_probs_of(model, [row])[0] for row in rows])
-    return (together - alone).abs().numpy()
+def rounding(model: torch.nn.Module, exact: torch.nn.Module, rows: Sequence[DumpRow]) -> np.ndarray:
+    """How far each token's log-probability (N,) is from that of the same weights in float64."""
+    rounded = torch.cat(log_probs_of(model, rows))
+    return (rounded - torch.cat(log_probs_of(exact, rows))).abs().numpy()
 
 
 def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
-    """Print, by the tokens' probability before the update, how often those with an advantage moved with it."""
+    """Print, by the tokens' probability before the update, how often those with an advantage moved with it, and beside
+    their median change what one forward of the first model rounds."""
     folder = FOLDER / f"{task}_model"
-    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    load = partial(AutoModelForCausalLM.from_pretrained, folder)
+    exact = load(dtype=torch.float64)
+    models = [load(dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     lines = []
     for arm in arms:
         folders = [Run(task, arm, seed, "").folder / "tokens" for seed in range(seeds)]
@@ -205,8 +208,7 @@ def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
         probability_N = np.exp(log_prob_N)
         credited_N = mask_N & (advantage_N != 0) & np.isfinite(effect_N)
         size_N = np.where(credited_N, abs(effect_N), 0.0)
-        roundings = [rounding(model, measured[:RESPONSES]) for model in (exact, rounded)]
-        first_M = probability_N[: len(roundings[0])]
+        roundings = [rounding(model, exact, measured) for model in models]
         for name, (low, high) in PROBABILITIES.items():
             part_N = credited_N & (probability_N > low) & (probability_N <= high)
             if not part_N.any():
@@ -216,10 +218,8 @@ def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
                 size_N[part_N].sum() / size_N.sum(),
                 figures[f"moved_with_advantage_{name}"],
             ]
-            part_M = (first_M > low) & (first_M <= high)
-            largest = [error_M[part_M].max(initial=0) for error_M in roundings]
             cells = [f"{share:.2f}" for share in shares]
-            cells += [f"{value:.1g}" for value in (np.median(size_N[part_N]), *largest)]
+            cells += [f"{np.median(values_N[part_N]):.1g}" for values_N in (size_N, *roundings)]
             lines.append([arm, f"{low} to {min(high, 1)}", *cells])
         by_size = f"{figures['moved_with_advantage_weighted']:.2f} by size"
         rate = f"{figures['moved_with_advantage_rate']:.2f}"
@@ -228,8 +228,8 @@ def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
         "tokens",
         "of the change",
         "with the advantage",
-        "median",
-        "rounding, float32",
+        "median change",
+        "float32 rounds",
         "bfloat16",
     ]
     print(*table(["arm", "probability", *names], lines, right=2), sep="\n")

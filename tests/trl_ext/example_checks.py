@@ -210,8 +210,9 @@ def test_five_arms_run_once_each_and_uniform_is_stock(
     # The rate over all tokens is that of the parts, each by its share.
     rates = [float(part[2]) * float(part[4]) for part in parts]
     assert abs(sum(rates) - float(everything[4])) < 0.03
-    # A response read alone has the same log-probabilities but for float32's rounding.
-    assert all(0 <= float(part[6]) < 1e-4 for part in parts)
+    # What a forward rounds, less in float32 than in bfloat16
+    assert all(0 <= float(part[6]) <= float(part[7]) for part in parts)
+    assert all(float(part[6]) < 1e-4 for part in parts)
 
 
 def test_a_run_with_the_published_arguments(folder: Path) -> None:
