@@ -78,7 +78,7 @@ def checked(batch: Batch, loss: Loss, pieces: Iterable[Piece]) -> tuple[Batch, l
 
 def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
     rows_b = _tensor("rows_b", piece.rows_b, (len(piece.rows_b),)).long()
-    if len(rows_b) and not 0 <= int(rows_b.min()) <= int(rows_b.max()) < B:
+    if ((rows_b < 0) | (rows_b >= B)).any():
         raise ValueError(
             f"rows_b holds {rows_b.tolist()}; places of the rollout batch are 0 to {B - 1}"
         )
@@ -87,25 +87,31 @@ def _piece(piece: Piece, B: int, T: int, steps: int, ranks: int) -> Piece:
             f"update={piece.update}, rank={piece.rank}: the batch has {steps} steps on {ranks} ranks"
         )
     # The wider of the two says how wide the micro-batch was, so that the other one is named where they differ.
-    columns = (piece.log_probs_bT, piece.gradient_bT)
-    widths = [values.shape[1] for values in columns if getattr(values, "ndim", 0) == 2]
+    widths = [
+        values.shape[1]
+        for values in (piece.log_probs_bT, piece.gradient_bT)
+        if getattr(values, "ndim", 0) == 2
+    ]
     shape = (len(rows_b), min(max(widths, default=T), T))
-    tensors: dict[str, Any] = {
-        name: _tensor(name, getattr(piece, name), shape) for name in ("log_probs_bT", "gradient_bT")
-    }
-    return replace(piece, rows_b=rows_b, **tensors).padded(T)
+    return replace(
+        piece,
+        rows_b=rows_b,
+        log_probs_bT=_tensor("log_probs_bT", piece.log_probs_bT, shape),
+        gradient_bT=_tensor("gradient_bT", piece.gradient_bT, shape),
+    ).padded(T)
 
 
 def _tensor(name: str, values: Any, shape: tuple[int, ...]) -> Tensor:
     plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_meta
-    floats = "log_probs" in name or "gradient" in name
-    flags = name in ("mask_BT", "left_out_B")
-    dtypes = tuple(PRECISION) if floats else (*PRECISION, *WHOLE)
+    dtypes = [*PRECISION]
+    # Log-probabilities and gradients are no whole numbers.
+    if "log_probs" not in name and "gradient" not in name:
+        dtypes += WHOLE
     if not plain or tuple(values.shape) != shape or values.dtype not in dtypes:
         got = f"{values.dtype} of shape {tuple(values.shape)}" if plain else type(values).__name__
         raise ValueError(
             f"{name} must be a dense tensor of numbers of shape {shape}, got {got}; see Piece.padded()"
         )
-    if flags and (values != values.bool()).any():
+    if name in ("mask_BT", "left_out_B") and (values != values.bool()).any():
         raise ValueError(f"{name} must be bool or hold 0 and 1")
     return values.detach().cpu()

@@ -86,7 +86,7 @@ class Arrived:
             tie_NT = below_NT ^ above_NT
             if of_response:
                 tie_NT = tie_NT.any(dim=1, keepdim=True)
-            self.ignored_NT = self.ignored_NT | tie_NT
+            self.ignored_NT |= tie_NT
 
     def expect(self, loss: Loss | None = None, /, **columns: Tensor) -> tuple[Tensor, Tensor]:
         """What a loss gives and where it clips, also with other columns."""

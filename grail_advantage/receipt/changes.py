@@ -56,8 +56,7 @@ def changes(arrived: Arrived) -> Iterator[Change]:
         yield 7, "weights", "importance weights are left out", value(weights=weights_NT**0)
         yield 7, "weights", "importance weights count twice", value(weights=weights_NT**2)
         what = "importance weights are the mean of each response"
-        mean_N1 = tokens.row_mean(weights_NT)
-        yield 8, "weights", what, value(weights=mean_N1.expand_as(weights_NT))
+        yield 8, "weights", what, value(weights=tokens.row_mean(weights_NT))
         for implied_NT in _implied(arrived, "weights"):
             bound = float(implied_NT.nan_to_num(0.0).max())
             what = f"importance weights are cut at {bound:.4g}"
@@ -70,8 +69,8 @@ def changes(arrived: Arrived) -> Iterator[Change]:
             (0, "extra", "left out"),
             (2, "extra", "twice"),
         ):
-            changed = replace(loss, kl_coef=times * loss.kl_coef)
-            yield 6, name, f"the KL term is {what}", value(changed)
+            changed_NT = value(replace(loss, kl_coef=times * loss.kl_coef))
+            yield 6, name, f"the KL term is {what}", changed_NT
     yield from _added(arrived)
 
 

@@ -200,9 +200,7 @@ class Tokens:
 
     def of(self, rows: Tensor) -> Tokens:
         """The tokens of some responses."""
-        columns: dict[str, Any] = {
-            name: None if values is None else values[rows] for name, values in vars(self).items()
-        }
+        columns = {name: values[rows] for name, values in vars(self).items() if values is not None}
         return Tokens(**columns)
 
     def row_sum(self, values: Tensor) -> Tensor:
@@ -258,7 +256,7 @@ def _sapo(t: Tokens, o: Options) -> Tensor:
 def _dppo(t: Tokens, o: Options) -> Tensor:
     """arXiv:2602.04879: a token is left out whose probability moved too far, by total variation or binary KL."""
     log_new = t.log_probs.detach()
-    new = t.log_probs.detach().exp()
+    new = log_new.exp()
     old = t.old.exp()
     moved = (new - old).abs()
     if o["divergence"] == "kl":
@@ -348,9 +346,7 @@ def opened(loss: Loss) -> Loss:
     """The loss without a clip or clamp of the ratio."""
     if loss.account == "dppo":
         return loss
-    return replace(
-        loss, options={name: OPEN.get(name, value) for name, value in loss.options.items()}
-    )
+    return replace(loss, options={**loss.options, **OPEN})
 
 
 def expect(loss: Loss, tokens: Tokens) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,12 @@ class Piece:
     def padded(self, width: int) -> Piece:
         """The piece with T = ``width``, zeros after its own."""
         length = self.log_probs_bT.shape[1]
-        log_probs_bT, gradient_bT = (
-            pad(values, (0, width - length)) for values in (self.log_probs_bT, self.gradient_bT)
-        )
+        missing = (0, width - length)
         return replace(
-            self, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT, width=self.width or length
+            self,
+            log_probs_bT=pad(self.log_probs_bT, missing),
+            gradient_bT=pad(self.gradient_bT, missing),
+            width=self.width or length,
         )
 
 
@@ -53,9 +53,7 @@ class Gradient:
     def __init__(self, log_probs: Tensor) -> None:
         self.log_probs = log_probs.detach()
         self.values: Tensor | None = None
-        self._hook: RemovableHandle | None = (
-            log_probs.register_hook(self._add) if log_probs.requires_grad else None
-        )
+        self._hook = log_probs.register_hook(self._add) if log_probs.requires_grad else None
 
     def close(self) -> None:
         """Take the hook off; a backward after it is not read."""

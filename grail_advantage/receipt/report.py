@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,11 +47,10 @@ def run_receipt(
     records: Sequence[Record], rollout: Rollout = lambda step, update, key: None
 ) -> dict[str, Any]:
     """The receipts of a run, put together, for JSON; tokens and optimiser steps are counted from 1, as on the page."""
-    by_name: dict[Any, list[tuple[Record, Finding]]] = {}
+    by_name = defaultdict[tuple[str, bool], list[tuple[Record, Finding]]](list)
     for record in records:
         for finding in map(Finding.from_dict, record["findings"]):
-            group = by_name.setdefault((finding.name, finding.mismatch), [])
-            group.append((record, finding))
+            by_name[finding.name, finding.mismatch].append((record, finding))
     lines = [_line(group, rollout) for group in by_name.values()]
     # Mismatches first, then what covers most tokens.
     lines.sort(key=lambda line: (not line["mismatch"], -line["tokens"], line["name"]))

@@ -38,12 +38,13 @@ def rolled(*columns: str, by: int = 1) -> Change:
     # The first position, or the last, has no neighbour on that side.
     is_inside = (torch.arange(T) > 0) if by > 0 else (torch.arange(T) < T - 1)
 
-    # What comes in from the other end is 0.
     def change(m: MicroBatch) -> MicroBatch:
-        moved = {name: getattr(m, name).roll(by, 1) for name in columns}
-        return replace(
-            m, **{name: torch.where(is_inside, moved[name], 0) for name in columns}
-        )
+        # What comes in from the other end is 0.
+        moved = {
+            name: torch.where(is_inside, getattr(m, name).roll(by, 1), 0)
+            for name in columns
+        }
+        return replace(m, **moved)
 
     return change
 
@@ -315,15 +316,13 @@ def looped(
             m = change(m)
         return ppo(m)
 
-    pieces = train(loop, loss)
+    batch = loop.batch
+    declared = replace(LOSS, aggregation=aggregation)
     if kl:
-        return (
-            loop.batch,
-            replace(LOSS, aggregation=aggregation, kl="k3", kl_coef=0.1),
-            pieces,
-        )
-    batch = replace(loop.batch, ref_log_probs_BT=None)
-    return batch, replace(LOSS, aggregation=aggregation), pieces
+        declared = replace(declared, kl="k3", kl_coef=0.1)
+    else:
+        batch = replace(batch, ref_log_probs_BT=None)
+    return batch, declared, train(loop, loss)
 
 
 def cells(

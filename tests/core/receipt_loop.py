@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,8 +105,17 @@ def rollout(
             plan.append(step)
     weights_BT = torch.rand(shape, generator=generator) + 0.5 if weights else None
     ref = (old + 0.2 * torch.randn(shape, generator=generator)).clamp(max=0.0)
-    sizes = {"updates": updates, "epochs": epochs, "ranks": ranks}
-    return Rollout(Batch(advantages, mask, old, weights_BT, ref, **sizes), policy, plan)
+    batch = Batch(
+        advantages,
+        mask,
+        old,
+        weights_BT,
+        ref,
+        updates=updates,
+        epochs=epochs,
+        ranks=ranks,
+    )
+    return Rollout(batch, policy, plan)
 
 
 def changed(m: MicroBatch, **changes: Any) -> MicroBatch:
@@ -131,20 +140,33 @@ def train(loop: Rollout, loss: Callable[[MicroBatch], Tensor] = ppo) -> list[Pie
     weights_BT = batch.weights_BT
     if weights_BT is None:
         weights_BT = torch.ones_like(batch.advantages_BT)
-    columns = (batch.old_log_probs_BT, batch.advantages_BT, batch.mask_BT, weights_BT)
     # In the order of the fields.
-    columns += (batch.ref_log_probs_BT,)
+    columns = (
+        batch.old_log_probs_BT,
+        batch.advantages_BT,
+        batch.mask_BT,
+        weights_BT,
+        batch.ref_log_probs_BT,
+    )
     pieces = []
     for update, step in enumerate(loop.plan):
         step_rows = torch.cat([rows for _, rows in step])
         divisor = batch.mask_BT[step_rows].sum() / batch.ranks
         for number, (rank, rows) in enumerate(step):
             log_probs = loop.policy_UBT[update, rows].clone().requires_grad_()
-            values = [column[rows] for column in columns]
             count = sum(owner == rank for owner, _ in step)
-            place = (count, rank, number, update)
             m = MicroBatch(
-                batch, step, step_rows, rows, log_probs, *values, *place, divisor
+                batch,
+                step,
+                step_rows,
+                rows,
+                log_probs,
+                *(column[rows] for column in columns),
+                count,
+                rank,
+                number,
+                update,
+                divisor,
             )
             # A loss that reads no log-probability gives 0.
             (loss(m) + 0 * log_probs.sum()).backward()
@@ -157,6 +179,6 @@ def receipt_of(loop: Rollout, declared: Loss = TOKEN_MEAN, **changes: Any) -> Re
     return check(loop.batch, declared, train(loop, lambda micro: ppo(micro, **changes)))
 
 
-def names(findings: Sequence[Any]) -> list[str]:
+def names(receipt: Receipt) -> list[str]:
     """Of the mismatches."""
-    return [finding.name for finding in findings if finding.mismatch]
+    return [finding.name for finding in receipt.findings if finding.mismatch]

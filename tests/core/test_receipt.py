@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from grail_advantage.receipt import (
     Batch,
@@ -23,11 +24,8 @@ from grail_advantage.receipt import (
     Tokens,
     Watch,
     check,
-    trl_loss,
     verl_loss,
-    watch,
 )
-from grail_advantage.receipt.measure import Gradient
 from grail_advantage.receipt.report import main, read, write
 from tests.core.receipt_faults import MADE_UP, THREADS, cells, misnamed, quiet, rank_tokens
 from tests.core.receipt_loop import TOKEN_MEAN, Rollout, names, receipt_of, rollout, train
@@ -121,9 +119,8 @@ def test_the_snippet_of_the_page_runs(
     """With a model in place of the reader's own: nothing to say; and with its loss divided twice, scaled."""
     monkeypatch.chdir(tmp_path)
     (source,) = [code for code in SNIPPETS if "micro_batches" in code]
-    loop = rollout(5, token_advantages=False)
-    batch = loop.batch
-    policy_BT = loop.policy_UBT[0].clone().requires_grad_()
+    batch = rollout(5, token_advantages=False).batch
+    policy_BT = batch.old_log_probs_BT.clone().requires_grad_()
 
     def loss(log_probs: Tensor, rows: Tensor) -> Tensor:
         ratio = (log_probs - batch.old_log_probs_BT[rows]).exp()
@@ -138,59 +135,29 @@ def test_the_snippet_of_the_page_runs(
         "log_probs_of": policy_BT.__getitem__,
     }
     exec(source, scope)
-    assert names(scope["receipt"].findings) == expected
+    assert names(scope["receipt"]) == expected
 
 
-BOUNDS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
-EPSILONS = {"epsilon": 0.2, "epsilon_high": 0.3}
-LOSSES = {
-    "sapo": trl_loss("sapo"),
-    "clip": trl_loss("grpo", **EPSILONS),
-    "delta 1.1": trl_loss("grpo", **EPSILONS, delta=1.1),
-    "delta 1.6": trl_loss("grpo", **EPSILONS, delta=1.6),
-    "cispo": verl_loss("cispo", "token-mean", **BOUNDS, kl="k3", kl_coef=0.1),
-}
-"""TRL's, and one of verl's, all of which ``verl_ext/test_receipt_losses.py`` has."""
+def test_a_function_in_place_of_a_formula() -> None:
+    """By autograd, of a loss written down by hand: its slope is what the formula says that a token should receive."""
 
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_what_a_token_should_receive_is_the_slope_of_its_loss(name: str) -> None:
-    """By autograd, of a loss written down by hand: in the loop, and as a function in place of a formula."""
-
-    def function(t: Tokens) -> Tensor:
+    def loss(t: Tokens) -> Tensor:
         ratio = (t.log_probs - t.old).exp()
-        bounded = ratio.clamp(0.8, 1.3)
-        if name == "sapo":
-            # TRL's temperatures of the two signs.
-            tau = torch.where(t.advantages > 0, 1.0, 1.05)
-            return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * t.advantages * t.weights
-        if name == "cispo":
-            gap = t.ref - t.log_probs
-            term = 0.1 * (gap.exp() - gap - 1)
-            return term - bounded.detach() * t.advantages * t.log_probs * t.weights
-        delta = float(name.removeprefix("delta ")) if "delta" in name else math.inf
-        unclipped = ratio.clamp(max=delta) * t.advantages
-        return -torch.minimum(unclipped, bounded * t.advantages) * t.weights
+        bounded = ratio.clamp(0.8, 1.2)
+        return -torch.minimum(ratio * t.advantages, bounded * t.advantages) * t.weights
 
-    def value(m: Any) -> Tensor:
-        tokens = Tokens(m.advantages, m.weights, m.mask, m.log_probs, m.old, m.ref)
-        return (function(tokens) * m.mask).sum() / m.divisor
-
-    formula = replace(LOSSES[name], aggregation="token-mean", over="update")
+    declared = Loss("mine", loss)
     for seed in range(3):
         loop = rollout(
             seed, epochs=3, drift=0.5, weights=True, token_advantages=bool(seed % 2)
         )
-        pieces = train(loop, value)
-        by_formula = check(loop.batch, formula, pieces)
-        by_function = check(loop.batch, Loss(name, function), pieces)
-        assert by_formula.findings == by_function.findings == ()
-        assert by_formula.clipped or name == "sapo"
-        torch.testing.assert_close(
-            by_formula.expected_UBT, by_function.expected_UBT, equal_nan=True
-        )
+        pieces = train(loop)
+        by_formula = check(loop.batch, TOKEN_MEAN, pieces)
+        by_function = check(loop.batch, declared, pieces)
+        assert by_formula.findings == by_function.findings == () and by_formula.clipped
+        assert_close(by_formula.expected_UBT, by_function.expected_UBT, equal_nan=True)
         halved = [replace(piece, gradient_bT=piece.gradient_bT / 2) for piece in pieces]
-        assert names(check(loop.batch, Loss(name, function), halved).findings) == ["scaled"]
+        assert names(check(loop.batch, declared, halved)) == ["scaled"]
 
 
 def test_received_by_update_and_a_response_that_comes_twice() -> None:
@@ -207,11 +174,11 @@ def test_received_by_update_and_a_response_that_comes_twice() -> None:
         is_held_U = receipt.received_UBT[:, row].isfinite().all(dim=1)
         assert is_held_U.nonzero().flatten().tolist() == held and len(held) == 3
         mean_T = receipt.received_UBT[held, row].mean(0)
-        torch.testing.assert_close(mean_T, receipt.received_BT[row])
+        assert_close(mean_T, receipt.received_BT[row])
     # Every micro-batch comes a second time.
     twice = check(loop.batch, TOKEN_MEAN, train(loop) * 2)
-    torch.testing.assert_close(twice.clipped_BT, receipt.clipped_BT)
-    assert names(twice.findings)[0] == "repeated"
+    assert_close(twice.clipped_BT, receipt.clipped_BT)
+    assert names(twice)[0] == "repeated"
 
 
 def only(piece: Piece, rows: Tensor) -> Piece:
@@ -245,7 +212,7 @@ def test_a_part_of_an_updates_responses() -> None:
     part = check(replace(loop.batch, **columns), TOKEN_MEAN, parts)
     assert part.ok and part.responses == (3, 8)
     expected = check(loop.batch, TOKEN_MEAN, pieces)
-    torch.testing.assert_close(part.received_BT, expected.received_BT[rows])
+    assert_close(part.received_BT, expected.received_BT[rows])
 
 
 def test_responses_that_are_left_out() -> None:
@@ -258,13 +225,9 @@ def test_responses_that_are_left_out() -> None:
     for piece in train(loop):
         part = only(piece, rows)
         pieces.append(replace(part, rows_b=rows[part.rows_b]))
-    assert names(check(loop.batch, TOKEN_MEAN, pieces).findings) == ["missing"]
+    assert names(check(loop.batch, TOKEN_MEAN, pieces)) == ["missing"]
     batch = replace(loop.batch, left_out_B=is_zero_B)
     assert check(batch, TOKEN_MEAN, pieces).findings == ()
-    # Response 1 has an advantage.
-    batch = replace(loop.batch, left_out_B=is_zero_B | (torch.arange(8) == 1))
-    (lost,) = check(batch, TOKEN_MEAN, pieces).findings
-    assert lost.name == "lost" and lost.what.startswith("1 of 8 responses")
 
 
 def test_structure_names_its_epochs() -> None:
@@ -288,7 +251,7 @@ def test_pieces_without_a_response(loss: Loss) -> None:
     # None has the place 8.
     pieces = [only(piece, torch.tensor([8])) for piece in train(loop)]
     receipt = check(loop.batch, loss, pieces)
-    assert names(receipt.findings) == ["missing"]
+    assert names(receipt) == ["missing"]
     assert receipt.responses == (0, 8) and receipt.trained == 0 and receipt.clipped is None
 
 
@@ -296,7 +259,7 @@ def test_a_line_has_the_factor_where_it_is_constant_and_what_it_explains() -> No
     loop = rollout(37, token_advantages=False, ties=True)
     # Every token at half, and the second one lost.
     scaled, lost = receipt_of(loop, times=0.5 * (torch.arange(12) != 1)).findings
-    assert names([scaled, lost]) == ["scaled", "lost"]
+    assert (scaled.name, lost.name) == ("scaled", "lost")
     assert [scaled.size, scaled.low, scaled.high] == pytest.approx([0.5] * 3)
     assert (lost.low, lost.high) == (0, 0)
     assert {token for _, token, *_ in lost.examples} == {1}
@@ -322,15 +285,7 @@ def test_structure_alone_of_an_unknown_loss() -> None:
     assert receipt.clipped is None
     # Padding trains as well.
     pieces = train(loop, lambda m: m.log_probs.square().sum())
-    assert names(check(loop.batch, unknown, pieces).findings) == ["outside"]
-
-
-def test_prompts_that_train() -> None:
-    loop = rollout(35)
-    # The first micro-batch has gradients on its prompts.
-    first, *rest = train(loop)
-    first = replace(first, outside_b=torch.full((len(first.rows_b),), 0.1))
-    assert names(check(loop.batch, TOKEN_MEAN, [first, *rest]).findings) == ["outside"]
+    assert names(check(loop.batch, unknown, pieces)) == ["outside"]
 
 
 @pytest.mark.parametrize(("factor", "name"), [(0.0, "lost"), (math.nan, "not finite")])
@@ -398,25 +353,7 @@ def test_the_smallest_factor_that_is_seen(dtype: torch.dtype) -> None:
             )
             for piece in pieces
         ]
-        assert names(check(batch, TOKEN_MEAN, scaled).findings) == expected
-
-
-def test_the_hook_reads_what_autograd_gives_and_changes_nothing() -> None:
-    """The gradient of f x^2 is 2 f x."""
-    policy = rollout(43).policy_UBT[0]
-    factors = torch.arange(96.0).reshape(8, 12)
-    leaf = policy.clone().requires_grad_()
-    with watch() as watched:
-        for rows in torch.arange(8).split(3):
-            log_probs = leaf[rows] * 1.0
-            watched.read(log_probs, rows)
-            (log_probs.square() * factors[rows]).sum().backward()
-    # Three micro-batches of three, three and two responses.
-    received = torch.cat([piece.gradient_bT for piece in watched.pieces])
-    torch.testing.assert_close(received, 2 * policy * factors)
-    torch.testing.assert_close(leaf.grad, received)
-    with torch.no_grad():
-        assert Gradient(leaf * 1.0).values is None
+        assert names(check(batch, TOKEN_MEAN, scaled)) == expected
 
 
 def test_the_hook_goes_with_its_context_after_an_error_too() -> None:
@@ -449,7 +386,7 @@ def test_a_loss_that_is_watched_gives_the_same_and_its_narrow_micro_batches_are_
         value.backward()
     receipt = check(Batch(advantages, mask), TOKEN_MEAN, watched.pieces)
     assert receipt.ok
-    torch.testing.assert_close(receipt.received_BT, advantages)
+    assert_close(receipt.received_BT, advantages)
 
 
 def test_what_a_file_of_receipts_says(
@@ -460,12 +397,12 @@ def test_what_a_file_of_receipts_says(
     loop = rollout(44, epochs=2, drift=0.5, responses=64)
     unknown = verl_loss("my_loss", "token-mean")
     idle = replace(loop, batch=replace(loop.batch, advantages_BT=torch.zeros(64, 12)))
-    for name, receipt, status, status_on_note in (
-        ("clean", receipt_of(loop), 0, 0),
-        ("fault", receipt_of(loop, times=0.5), 1, 1),
-        ("unknown", receipt_of(loop, unknown, times=-3.0), 0, 1),
-        ("idle", receipt_of(idle), 1, 1),
-        ("broken", receipt_of(loop, times=math.nan), 1, 1),
+    for name, receipt, status in (
+        ("clean", receipt_of(loop), 0),
+        ("fault", receipt_of(loop, times=0.5), 1),
+        ("unknown", receipt_of(loop, unknown, times=-3.0), 0),
+        ("idle", receipt_of(idle), 1),
+        ("broken", receipt_of(loop, times=math.nan), 1),
     ):
         path = tmp_path / name
         write(path, receipt, "ppo", 3)
@@ -479,7 +416,6 @@ def test_what_a_file_of_receipts_says(
         assert main([str(path)]) == status
         is_idle = "NOTHING TRAINED" in capsys.readouterr().out
         assert is_idle == (receipt.trained == 0) == (name in ("idle", "broken"))
-        assert main([str(path), "--fail-on", "note"]) == status_on_note
         assert main([str(path), "--fail-on", "nothing"]) == 0
         capsys.readouterr()
         main([str(path), "--json"])

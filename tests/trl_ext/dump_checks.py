@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from filelock import FileLock
+from numpy.testing import assert_allclose
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
@@ -82,17 +83,17 @@ def test_the_dump_is_that_of_a_plain_model(
     """Bit for bit, as every number comes from the same computation in the same micro-batches. A response that TRL masks
     keeps its tokens, and receives nothing."""
     method = hosts.signal_of(name)
-    dump = {"folder": tmp_path, "responses": None}
-    weights = {"token_weights": method, "token_dump": dump, "rollout_func": written_down}
     truths = [f"so\n#### {truth}" for truth in GOLD.values()]
     # All responses are one micro-batch, so that padding is that of the plain model.
     trainer = build(
         tmp_path / "run",
         model=tiny_model(),
-        tokenizer=char_tokenizer(),
-        weights=weights,
-        data=Dataset.from_dict({"prompt": list(GOLD), "solution": truths}),
-        reward=lambda **_: [response.reward for response in hosts.RESPONSES],
+        processing_class=char_tokenizer(),
+        token_weights=method,
+        token_dump={"folder": tmp_path, "responses": None},
+        rollout_func=written_down,
+        train_dataset=Dataset.from_dict({"prompt": list(GOLD), "solution": truths}),
+        reward_funcs=lambda **_: [response.reward for response in hosts.RESPONSES],
         num_generations=hosts.GROUP_SIZE,
         per_device_train_batch_size=hosts.COUNT,
         max_completion_length=hosts.LIMIT,
@@ -136,7 +137,7 @@ def test_the_dump_is_that_of_a_plain_model(
     for row in dump:
         # On policy and unclipped each token receives its advantage; a masked response has no number.
         received_T = np.nan_to_num(row.received_T)
-        np.testing.assert_allclose(received_T, row.advantage_T, rtol=1e-3, atol=1e-5)
+        assert_allclose(received_T, row.advantage_T, rtol=1e-3, atol=1e-5)
 
 
 def figures(folder: Path, name: str) -> dict[int, float]:
@@ -151,9 +152,12 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones,
     and one from step 0 leaves those of an earlier training alone. A folder of a training that lives is refused."""
     tokens = tmp_path / "tokens"
-    weights = {"token_dump": {"folder": tokens, "every": 2, "responses": 4}}
-    saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
-    trainer = build(tmp_path, max_steps=6, **saving)
+    settings = {
+        "token_dump": {"folder": tokens, "every": 2, "responses": 4},
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    trainer = build(tmp_path, max_steps=6, **settings)
     # Another training holds the folder: nothing is written.
     with (
         FileLock(tokens / ".run.lock"),
@@ -169,7 +173,7 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     assert [row.step for row in rows] == [2] * 4 + [4] * 4 + [6] * 4
     assert all(len({row.group for row in rows[at : at + 4]}) == 1 for at in (0, 4, 8))
     # From step 3: step 4 is written again, and step 6 is gone.
-    trainer = build(tmp_path, max_steps=4, **saving)
+    trainer = build(tmp_path, max_steps=4, **settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert read_dump(tokens).steps == [2, 4] and [*figures(tmp_path, "reward")] == [
         1,
@@ -194,9 +198,14 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
 def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
     """Of the written responses, in every second step, against the models before and after it. A small step of plain
     gradient descent moves most tokens with their advantage."""
-    dump = {"folder": tmp_path / "tokens", "effect_every": 2, "responses": 4}
-    saving = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
-    trained(tmp_path, max_steps=3, weights={"token_dump": dump}, **saving)
+    trained(
+        tmp_path,
+        max_steps=3,
+        learning_rate=1e-3,
+        token_dump={"folder": tmp_path / "tokens", "effect_every": 2, "responses": 4},
+        save_strategy="steps",
+        save_steps=1,
+    )
     rows = list(read_dump(tmp_path / "tokens"))
     assert [row.effect_T is not None for row in rows] == [False] * 4 + [True] * 4 + [
         False
@@ -215,14 +224,14 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
         for step in (1, 2)
     )
     for row, change_T in zip(rows[4:8], (new_BT - old_BT).numpy(), strict=True):
-        np.testing.assert_allclose(row.effect_T, change_T[: len(row)], rtol=1e-3, atol=1e-6)
+        assert_allclose(row.effect_T, change_T[: len(row)], rtol=1e-3, atol=1e-6)
     # A generation's effect is known when the next one begins.
     ((step, moved),) = figures(tmp_path, "grail/moved_with_advantage_rate").items()
     assert step in (2, 3) and 0.5 < moved <= 1
 
 
 def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> None:
-    trainer = build(tmp_path, weights={"token_dump": tmp_path / "tokens"}, max_steps=2)
+    trainer = build(tmp_path, token_dump=tmp_path / "tokens", max_steps=2)
     compute = trainer._compute_loss
 
     def loss(*arguments: Any) -> Tensor:
@@ -245,12 +254,9 @@ def received(
     folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = True, **options: Any
 ) -> Tensor:
     """The parameters after 4 updates by a generation batch that is used twice, or as many steps as the options say."""
-    weights = {"token_dump": {"folder": folder, "responses": None, "received": reads}}
-    for name in ("token_weights", "skip_zero_advantage"):
-        if name in options:
-            weights[name] = options.pop(name)
+    dump = {"folder": folder, "received": reads}
     settings = {"max_steps": 4, "num_iterations": 2, **MICRO, **options}
-    return parameters(trained(folder, kind, weights=weights, **settings).model)
+    return parameters(trained(folder, kind, token_dump=dump, **settings).model)
 
 
 @pytest.fixture(scope="module")
@@ -295,12 +301,10 @@ def test_a_run_received_what_it_intended(
     for row in rows:
         assert len(row.updates) == 2  # of four, by two iterations
         if row.updates[0] == 0 and loss_type != "sapo" and not is_refused:
-            np.testing.assert_allclose(
-                row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-6
-            )
+            assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-6)
         # What a token received is the mean over its two updates.
         mean_T = row.by_update_KT.mean(axis=0)
-        np.testing.assert_allclose(row.received_T, mean_T, rtol=1e-5, atol=1e-7)
+        assert_allclose(row.received_T, mean_T, rtol=1e-5, atol=1e-7)
     # Ratios move.
     assert max(np.abs(row.by_update_KT[1] - row.advantage_T).max() for row in rows) > 1e-3
 
@@ -312,15 +316,13 @@ def test_reading_changes_no_bit_of_a_training(tmp_path: Path, unread: Tensor) ->
 
 
 def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path) -> None:
-    trainer = build(
-        tmp_path, weights={"token_weights": "uniform", "token_dump": tmp_path / "tokens"}
-    )
+    trainer = build(tmp_path, token_weights="uniform", token_dump=tmp_path / "tokens")
     # The loss is 8 times as large before the backward.
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     trainer.train()
     assert mismatches(tmp_path / "tokens") == [[]]
     for row in read_dump(tmp_path / "tokens"):
-        np.testing.assert_allclose(
+        assert_allclose(
             np.nan_to_num(row.received_T), row.advantage_T, rtol=1e-3, atol=1e-5
         )
 
@@ -338,7 +340,7 @@ def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_ar
     assert main([str(tmp_path / "doubling")]) == 1
     # An update of two generations, whose receipts would be mixed.
     sizes = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
-    trained(tmp_path, weights={"token_dump": tmp_path}, **sizes)
+    trained(tmp_path, token_dump=tmp_path, **sizes)
     assert mismatches(tmp_path) == []
 
 

@@ -17,39 +17,40 @@ from trl import GRPOTrainer
 
 from tests.trl_ext import world
 
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "grail": {"token_weights": "grail", "skip_zero_advantage": True},
-    "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
-    "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
-    "turn_rloo": {"token_weights": "turn_rloo", "environment_factory": world.Guess},
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grail": {"skip_zero_advantage": True},
+    "stare": {"token_weight_options": {"threshold": 100.0}},
+    "shear": {"token_weight_options": {"window": 6, "stride": 3}},
+    "turn_rloo": {"environment_factory": world.Guess},
 }
 
 
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the figures, and the parameters at the end."""
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "max_steps": 3,
         "loss_type": "dr_grpo",
         "learning_rate": 0.05,
     }
     # A group of eight in place of two of four.
     if name == "turn_rloo":  # the responses of one prompt are on all ranks
-        options = world.talks(*list(world.TALKS)[:1]) | options | {"num_generations": 8}
-    options["weights"] = {
-        **WEIGHTS[name],
-        "token_dump": folder.parent / f"{name} of {world_size}",
-    }
-    trainer = world.trained(folder, per_device_train_batch_size=8 // world_size, **options)
+        settings = world.talks(*list(world.TALKS)[:1]) | settings | {"num_generations": 8}
+    trainer = world.trained(
+        folder,
+        per_device_train_batch_size=8 // world_size,
+        token_weights=name,
+        token_dump=folder.parent / f"{name} of {world_size}",
+        **settings | OPTIONS[name],
+    )
     figures = {
         key.split("/")[-1]: value
         for key, value in trainer.state.log_history[0].items()
         if f"{name}/" in key
     }
-    parameters = world.parameters(trainer.model).clone()
     return {
         "figures": figures,
         "distributed": type(trainer.model_wrapped).__name__,
-        "parameters": parameters,
+        "parameters": world.parameters(trainer.model),
     }
 
 
@@ -66,7 +67,7 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
         os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    for name in WEIGHTS:
+    for name in OPTIONS:
         try:
             results[name] = run(name, folder / f"run{rank}of{world_size}", world_size)
         except Exception:
@@ -83,7 +84,7 @@ def on_card(folder: Path) -> None:
 
     batches = {}
     for name in ("grail", "uniform", "surprisal", "steer", "oar_p", "oar_g"):
-        trainer = world.build(folder / name, weights={"token_weights": name})
+        trainer = world.build(folder / name, token_weights=name)
         rows = [row for row in trainer.train_dataset for _ in range(world.GENERATIONS)]
         output = GRPOTrainer._generate_and_score_completions(trainer, rows)
         batches[name] = trainer, rows, output, trainer._weighted_advantages(rows, output)

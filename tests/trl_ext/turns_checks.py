@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 from torch import Tensor
 
 from grail_advantage import report
@@ -52,7 +53,7 @@ def assert_turns(
     expected_T = np.zeros(len(mask))
     for (start, end), advantage in zip(turns, advantages[script.turns[0]], strict=True):
         expected_T[start:end] = advantage
-    np.testing.assert_allclose(values, expected_T, rtol=1e-5, atol=1e-6)
+    assert_allclose(values, expected_T, rtol=1e-5, atol=1e-6)
     return script
 
 
@@ -72,13 +73,11 @@ def assert_batches(
 def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path) -> None:
     """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
     in micro-batches; a tool's tokens receive nothing."""
-    weights = {
-        **ENVIRONMENT,
-        "token_dump": {"folder": tmp_path / "tokens", "responses": None},
-    }
     settings = {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    trainer = trained(tmp_path, Watched, weights=weights, **talks() | settings | sizes)
+    dump = {"token_dump": tmp_path / "tokens"}
+    options = talks() | ENVIRONMENT | settings | sizes | dump
+    trainer = trained(tmp_path, Watched, **options)
     advantages = expected()
     # The first iteration: four micro-batches of two responses.
     assert_batches(trainer.seen[:4], advantages)
@@ -95,9 +94,7 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
             0,
             1,
         ]
-        np.testing.assert_allclose(
-            row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5
-        )
+        assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
     assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
 
 
@@ -119,8 +116,8 @@ def test_what_a_reward_function_logs_comes_first(tmp_path: Path, environment: di
         scripts.append(
             Script(script.turns, outcome, [-0.1 - 0.5 * count for count in failures])
         )
-    settings = talks() | {"reward": judge, "log_completions": True}
-    trainer = trained(tmp_path, Watched, weights=options | environment, **settings)
+    settings = {"reward_funcs": judge, "log_completions": True}
+    trainer = trained(tmp_path, Watched, **talks() | options | environment | settings)
     assert_batches(trainer.seen, expected(scripts))
 
 
@@ -144,13 +141,13 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
         # get_reward() appends 1/8 after the last turn, and gives 1/2.
         rewards = [*script.rewards[:-1], script.rewards[-1] + 0.125]
         scripts.append(Script(script.turns, 2 * script.outcome + 0.5, rewards))
-    options = talks() | {
-        "reward": world.outcomes(),
+    options = {
+        "environment_factory": Rewarding,
+        "reward_funcs": world.outcomes(),
         "reward_weights": [2.0],
         "max_steps": 2,
     }
-    weights = ENVIRONMENT | {"environment_factory": Rewarding}
-    for batch in trained(tmp_path, Watched, weights=weights, **options).seen:
+    for batch in trained(tmp_path, Watched, **talks() | ENVIRONMENT | options).seen:
         assert_batches([batch], expected(scripts))
 
 
@@ -158,8 +155,7 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
 def complete(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The rows of a dump of conversations that no limit ends."""
     folder = tmp_path_factory.mktemp("complete")
-    weights = {**ENVIRONMENT, "token_dump": {"folder": folder, "responses": None}}
-    trained(folder, weights=weights, **talks())
+    trained(folder, token_dump=folder, **talks() | ENVIRONMENT)
     return list(read_dump(folder))
 
 
@@ -171,10 +167,9 @@ def test_conversations_that_end_at_the_limit(
 ) -> None:
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
-    weights = {**ENVIRONMENT, "token_dump": {"folder": tmp_path, "responses": None}}
     # So long that some conversations end, and some do not.
     limits = {"max_completion_length": limit, "mask_truncated_completions": masked}
-    trained(tmp_path, weights=weights, **talks() | limits)
+    trained(tmp_path, token_dump=tmp_path, **talks() | ENVIRONMENT | limits)
     rows = list(read_dump(tmp_path))
     scripts = []
     written = []
@@ -200,7 +195,7 @@ def test_conversations_that_end_at_the_limit(
             runs(mask_T), advantages[script.turns[0]], strict=True
         ):
             values_K = row.advantage_T[start:end]
-            np.testing.assert_allclose(values_K, advantage * trains, rtol=1e-5, atol=1e-6)
+            assert_allclose(values_K, advantage * trains, rtol=1e-5, atol=1e-6)
 
 
 def test_fields_that_are_refused(tmp_path: Path) -> None:
@@ -211,7 +206,11 @@ def test_fields_that_are_refused(tmp_path: Path) -> None:
         return judge(**named) and judge(**named)
 
     for name, reward in (("elsewhere", judge), ("tool_rewards", twice)):
-        weights = {"token_weights": "turn_rloo", "tools": [world.GAME.guess]}
-        weights["token_weight_options"] = {"align": "turns", "rewards": name}
+        options = {
+            "token_weights": "turn_rloo",
+            "token_weight_options": {"align": "turns", "rewards": name},
+            "tools": [world.GAME.guess],
+            "reward_funcs": reward,
+        }
         with pytest.raises(ValueError, match=name):
-            trained(tmp_path, **talks() | {"reward": reward, "weights": weights})
+            trained(tmp_path, **talks() | options)

@@ -210,29 +210,23 @@ def build(
     kind: Any = TokenWeightGRPOTrainer,
     /,
     scripts: Scripts = TEXTS,
+    model: Any = None,
     **options: Any,
 ) -> Any:
-    """A trainer in training mode, between two steps, with ``weights`` for its own arguments; others are TRL's
-    settings. The process forgets the precision of the one before."""
+    """A trainer in training mode, between two steps; ``options`` are TRL's settings and arguments of the trainer. The
+    process forgets the precision of the one before."""
     AcceleratorState._reset_state()
-    defaults = {
-        "data": Dataset.from_dict({"prompt": list(scripts)}),
-        "tokenizer": tokenizer(),
-        "weights": {},
+    settings = {**WORLD["settings"], "output_dir": str(folder)}
+    arguments = {
+        "model": speaks(model or new_model(), scripts),
+        "reward_funcs": outcomes(scripts),
+        "train_dataset": Dataset.from_dict({"prompt": list(scripts)}),
+        "processing_class": tokenizer(),
     }
-    data, processing_class, weights = (
-        options.pop(name, default) for name, default in defaults.items()
-    )
-    model = speaks(options.pop("model", None) or new_model(), scripts)
-    reward = options.pop("reward", outcomes(scripts))
-    trainer = kind(
-        model,
-        reward,
-        GRPOConfig(**{**WORLD["settings"], "output_dir": str(folder), **options}),
-        train_dataset=data,
-        processing_class=processing_class,
-        **weights,
-    )
+    for name, value in options.items():
+        part = settings if name in GRPOConfig.__dataclass_fields__ else arguments
+        part[name] = value
+    trainer = kind(args=GRPOConfig(**settings), **arguments)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
@@ -247,18 +241,17 @@ def trained(*arguments: Any, **options: Any) -> Any:
 
 def talks(*prompts: str) -> dict[str, Any]:
     """Arguments of :func:`build` for conversations."""
-    settings = {
+    return {
+        "scripts": TALKS,
+        "train_dataset": chats(*prompts or TALKS, number=40),
+        "model": new_model(layers=1),
+        # The environment's own.
+        "reward_funcs": None,
         "max_completion_length": 900,
         "loss_type": "dr_grpo",
         "scale_rewards": "group",
         "max_grad_norm": 0.0,
     }
-    parts = {
-        "scripts": TALKS,
-        "data": chats(*prompts or TALKS, number=40),
-        "model": new_model(layers=1),
-    }
-    return {**parts, "reward": None, **settings}  # the environment's own
 
 
 def generation_batch(trainer: GRPOTrainer) -> dict[str, Tensor]:

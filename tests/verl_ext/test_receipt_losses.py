@@ -176,7 +176,7 @@ def test_no_false_alarm(mode: str) -> None:
     clipped = 0.0
     for seed in range(SEEDS):
         receipt, choice = case(mode, seed)
-        assert receipt.ok and names(receipt.findings) == [], (
+        assert receipt.ok and names(receipt) == [], (
             seed,
             choice,
             *receipt.findings,
@@ -212,7 +212,7 @@ def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
     choice = {"loss_agg_mode": aggregation}
     nobody_B = torch.zeros(len(mask_BT), dtype=torch.bool)
     receipt = receipt_of(source, mode, choice, nobody_B, generated_BT)
-    assert names(receipt.findings) == ["scaled"]
+    assert names(receipt) == ["scaled"]
     factor = float(mask_BT.sum() / generated_BT.sum())
     # Each micro-batch of two adds a mean of its own.
     if mode == "geo_mean":
