@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -27,6 +26,7 @@ from grail_advantage.data import (
     Rollouts,
     Weighed,
     outcome_of,
+    stacked,
 )
 from grail_advantage.dump import (
     METRICS_FILE,
@@ -64,9 +64,9 @@ COLUMNS = {  # of the receipt's batch, by TRL's names
 
 def dump_options(token_dump: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptions:
     """Read the options of a dump, from a folder alone or from a mapping. ValueError: an unknown one, or a wrong value."""
-    section: dict[str, Any] = {"folder": token_dump}
+    section: Mapping[str, Any] = {"folder": token_dump}
     if isinstance(token_dump, Mapping):
-        section = dict(token_dump)
+        section = token_dump
     if not section.get("folder"):
         raise ValueError(
             f"token_dump={token_dump!r} must be a folder, or have folder, every, responses and received"
@@ -92,10 +92,7 @@ def set_aside(folder: Path, metrics: Path) -> None:
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
     """The tokens that count in the loss, int64 (B, T), by ``_compute_loss`` (grpo_trainer.py:3027): a tool's do not."""
-    mask: Tensor = inputs["completion_mask"]
-    if "tool_mask" not in inputs:
-        return mask
-    return mask * inputs["tool_mask"]
+    return inputs["completion_mask"] * inputs.get("tool_mask", 1)
 
 
 @dataclass
@@ -119,14 +116,13 @@ class Generation:
                 continue
             rows = rows.cpu()
             is_trained = torch.isin(rows, trained_rows.cpu())
-            log_probs = torch.zeros(
-                len(rows), gradient.log_probs.shape[1], dtype=gradient.log_probs.dtype
-            )
+            trained_log_probs = gradient.log_probs.cpu()
+            log_probs = trained_log_probs.new_zeros(len(rows), trained_log_probs.shape[1])
             received = torch.zeros_like(log_probs)
             if "old_log_probs_BT" in self.columns:
                 log_probs.copy_(self.columns["old_log_probs_BT"][rows])
             # A response that was left out has its old log-probability, so that its ratio is 1.
-            log_probs[is_trained] = gradient.log_probs.cpu()
+            log_probs[is_trained] = trained_log_probs
             received[is_trained] = gradient.values.cpu() / scale
             yield Piece(rows, log_probs, received, update, rank)
 
@@ -329,13 +325,9 @@ class GenerationDump(TrainerCallback):
         """``parts``: of each process the columns and lengths of its responses, and its micro-batches."""
         args = self._trainer.args
         # Each process pads to the longest response of its own.
-        width = max(columns["mask_BT"].shape[1] for columns, _, _ in parts)
-        columns: dict[str, Any] = {
-            name: torch.cat(
-                [pad(part[name], (0, width - part[name].shape[1])) for part, _, _ in parts]
-            )
-            for name in parts[0][0]
-        }
+        values = stacked([list(part.values()) for part, _, _ in parts])
+        columns: dict[str, Any] = dict(zip(parts[0][0], values, strict=True))
+        width = columns["mask_BT"].shape[1]
         lengths = list[int]()
         pieces = list[Piece]()
         for _, part_lengths, part_pieces in parts:

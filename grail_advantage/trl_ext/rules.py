@@ -297,7 +297,7 @@ def check_neighbours(trainer: GRPOTrainer, model: nn.Module, inputs: Mapping[str
     the model as it trains, by TRL's forward in TRL's layout. ``inputs``: TRL's first micro-batch. A collective of the
     processes. ValueError, with what was found and the remedy.
     """
-    (count, width) = inputs["prompt_ids"].shape
+    count, width = inputs["prompt_ids"].shape
     device = trainer.accelerator.device
     limit = trainer.max_completion_length
     padding = trainer.processing_class.pad_token_id

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import trl
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -243,10 +243,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _rollouts(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Rollouts:
         """The responses of this process."""
-        output = {
-            name: values.cpu() if isinstance(values, Tensor) else values
-            for name, values in output.items()
-        }
+        output = send_to_device(output, "cpu")
         ids = output["completion_ids"]
         mask = output["completion_mask"].bool()
         padding = self.processing_class.pad_token_id

@@ -164,7 +164,8 @@ def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) 
     models = [parameters(trainer.model) for trainer in trainers]
     assert torch.equal(*models)
     assert not torch.equal(models[0], parameters(new_model())), "the other responses train"
-    assert logged(trainers[0])["grail/unjudged_rate"] == unusable.mean()
+    figures = trainers[0].state.log_history[0]
+    assert figures["grail/unjudged_rate"] == unusable.mean()
     for row, is_unusable in zip(read_dump(tmp_path / "known"), unusable, strict=True):
         if is_unusable:
             assert row.outcome is None or abs(row.reward) > LARGEST
@@ -183,11 +184,6 @@ def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
     expected_B1 = torch.tensor(expected).nan_to_num(0.0)[:, None]
     mask_BT = batch["completion_mask"][:4]
     torch.testing.assert_close(batch["advantages"][:4], expected_B1 * mask_BT)
-
-
-def logged(trainer: GRPOTrainer) -> dict[str, float]:
-    """The figures of the first step."""
-    return trainer.state.log_history[0]
 
 
 def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,10 +320,10 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(
     tmp_path: Path,
 ) -> None:
     trainer = trained(tmp_path, log_completions=True)
+    figures = trainer.state.log_history[0]
     for name, value in plain_weights(Grail())[0].stats.items():
-        assert logged(trainer)[f"grail/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
-    assert logged(trainer)["grail/truncated_rate"] == 1 / 8
-    assert logged(trainer)["grail/seconds"] > 0
+        assert figures[f"grail/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
+    assert figures["grail/truncated_rate"] == 1 / 8 and figures["grail/seconds"] > 0
     assert list(trainer._logs["advantages"]) == pytest.approx(ADVANTAGES)
     # In evaluation TRL reads one advantage a response.
     trainer.model.eval()
@@ -362,7 +358,7 @@ def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(
         for prompt, of_prompt in world.TEXTS.items()
     }
     # TRL counts a last token that is the end or the padding token as an end.
-    figures = logged(trained(tmp_path, scripts=scripts))
+    figures = trained(tmp_path, scripts=scripts).state.log_history[0]
     assert figures["grail/truncated_rate"] == figures["completions/clipped_ratio"] == 0
 
 

@@ -50,14 +50,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
     for part in load_shipped():
         part.save_pretrained(folder / "model")
-    answers = [
-        {"solution": gold, "reward_model": {"ground_truth": gold}} for gold in GOLD.values()
-    ]
-    prompts = [{"prompt": [{"role": "user", "content": text}]} for text in GOLD]
     rows = [
-        json.dumps(prompt | answer) for prompt, answer in zip(prompts, answers, strict=True)
+        {
+            "prompt": [{"role": "user", "content": text}],
+            "solution": gold,
+            "reward_model": {"ground_truth": gold},
+        }
+        for text, gold in GOLD.items()
     ]
-    (folder / "problems.jsonl").write_text("\n".join(rows))
+    (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
 
@@ -137,10 +138,11 @@ def test_the_pages_script_and_its_completions(folder: Path) -> None:
     (table,) = (folder / "page" / "completions").glob("*.parquet")
     options = "--model model --method grail --out seen"
     run(folder, "grail_advantage.analyze", str(table), *options.split())
-    dumped = sorted((row.prompt, row.reward) for row in open_run(folder / "page").dump)
-    assert (
-        sorted((row.prompt, row.reward) for row in open_run(folder / "seen").dump) == dumped
+    dumped, seen = (
+        sorted((row.prompt, row.reward) for row in open_run(folder / name).dump)
+        for name in ("page", "seen")
     )
+    assert seen == dumped
 
 
 def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path) -> None:
@@ -168,14 +170,14 @@ def test_five_arms_run_once_each_and_uniform_is_stock(
 ) -> None:
     """In the plan's order; of a second start, the run that had not ended. The two train to the same bits."""
     monkeypatch.chdir(tmp_path)
-    sizes: dict[str, object] = {
+    sizes = {
         "TASKS": {"sums": five_arms.Task(64, ["1e-3"])},
         "HELD_OUT": 2,
+        "SIZE": five_arms.SIZE.replace("--prompts 8", "--prompts 1").replace(
+            "--steps 16", "--steps 1"
+        ),
+        "EVALUATION": "--eval-every 1 --dump-every 1 --effect-every 1",
     }
-    sizes["SIZE"] = five_arms.SIZE.replace("--prompts 8", "--prompts 1").replace(
-        "--steps 16", "--steps 1"
-    )
-    sizes["EVALUATION"] = "--eval-every 1 --dump-every 1 --effect-every 1"
     for name, value in sizes.items():
         monkeypatch.setattr(five_arms, name, value)
     five_arms.main(["sums", "--seeds", "1"])

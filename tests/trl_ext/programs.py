@@ -4,15 +4,14 @@ alone, or with the word ``card`` weights on a device that is not the CPU."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate.utils import send_to_device
+from torch.multiprocessing import start_processes
 from trl import GRPOTrainer
 
 from tests.trl_ext import world
@@ -56,9 +55,6 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
 
 def start(rank: int, world_size: int, port: int, folder: Path) -> None:
     """Train with every method as a rank, in a process of its own."""
-    with (folder / f"log{rank}of{world_size}.txt").open("w") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
     # What torchrun sets.
     if world_size > 1:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
@@ -66,14 +62,8 @@ def start(rank: int, world_size: int, port: int, folder: Path) -> None:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name in OPTIONS:
-        try:
-            results[name] = run(name, folder / f"run{rank}of{world_size}", world_size)
-        except Exception:
-            # The test shows it.
-            results[name] = traceback.format_exc()
-            break  # the other rank waits for a counterpart
+    run_folder = folder / f"run{rank}of{world_size}"
+    results = {name: run(name, run_folder, world_size) for name in OPTIONS}
     torch.save(results, folder / f"result{rank}of{world_size}.pt")
 
 
@@ -90,10 +80,7 @@ def on_card(folder: Path) -> None:
         batches[name] = trainer, rows, output, trainer._weighted_advantages(rows, output)
     with card.card():
         for name, (trainer, rows, output, expected) in batches.items():
-            moved = {
-                key: values.to(card.DEVICE) if isinstance(values, Tensor) else values
-                for key, values in output.items()
-            }
+            moved = send_to_device(output, card.DEVICE)
             card.moved(trainer.model)
             trainer.accelerator.state.device = card.DEVICE
             advantages = trainer._weighted_advantages(rows, moved)
@@ -113,15 +100,18 @@ def on_card(folder: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "card":
         sys.exit(on_card(Path(sys.argv[2])))
-    # All at once; they are forks, so that TRL is imported once.
-    context = multiprocessing.get_context("fork")
-    arguments = (int(sys.argv[1]), Path(sys.argv[2]))
-    pairs = [(rank, world_size) for world_size in (2, 1) for rank in range(world_size)]
-    ranks = [
-        context.Process(target=start, args=(*pair, *arguments), daemon=True)
-        for pair in pairs
+    # All at once; they are forks, so that TRL is imported once. One that fails ends the others.
+    contexts = [
+        start_processes(
+            start,
+            (world_size, int(sys.argv[1]), Path(sys.argv[2])),
+            world_size,
+            join=False,
+            daemon=True,
+            start_method="fork",
+        )
+        for world_size in (2, 1)
     ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(1500)
+    for context in contexts:
+        while not context.join():
+            pass
