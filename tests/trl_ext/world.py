@@ -28,13 +28,8 @@ from tests.core.tiny_models import CHARACTERS, END_ID, PAD, tiny_model
 
 START = "<|im_start|>"
 CHAT_END = "<|im_end|>"
-PIECES = [
-    *({" ": "Ġ"}.get(letter, letter) for letter in CHARACTERS),
-    PAD,
-    CHAT_END,
-    START,
-    "Ċ",
-]
+# The first character is the blank.
+PIECES = ["Ġ", *CHARACTERS[1:], PAD, CHAT_END, START, "Ċ"]
 """By id; those of the characters, of the padding and of the end are as in ``tiny_models``."""
 WORLD = json.loads(Path(__file__).with_suffix(".json").read_text())
 """Responses by prompt, settings of a small run on the CPU, and texts of ``GRPOTrainer``'s methods that are relied on."""
@@ -51,7 +46,7 @@ for _name in ("guess.py", "judge.py"):
     exec(documentation.files("trl.md")[_name], OF_PAGE)
 Guess = OF_PAGE["Guess"]
 judge = OF_PAGE["judge"]
-GAME = OF_PAGE["Guess"]()
+GAME = Guess()
 GAME.reset(40)  # its guess is a tool without an environment
 
 
@@ -63,13 +58,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    special = {
-        "pad_token": PAD,
-        "eos_token": CHAT_END,
-        "additional_special_tokens": [START],
-    }
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=qwen3_chat_template, **special
+        tokenizer_object=backend,
+        chat_template=qwen3_chat_template,
+        pad_token=PAD,
+        eos_token=CHAT_END,
+        additional_special_tokens=[START],
     )
 
 
