@@ -208,30 +208,35 @@ class Comparison(Arrived):
         # Clipping is a share: 0.5 where one of the two was clipped.
         clipped_UBT = by_update(self.clipped_NT).masked_fill(unknown_UB1, torch.nan) / held_UB1
         clipped_BT = clipped_UBT.nanmean(dim=0)
-        seen_B = ~absent_UB1.all(dim=0)[:, 0]
-        seen_BT = batch.mask_BT & seen_B[:, None]
+        seen_B1 = held_UB1.any(dim=0)
+        seen_BT = batch.mask_BT & seen_B1
         clipped = float(clipped_BT[seen_BT].mean())
         responses = B
         if batch.totals_U2 is not None:
             # Column 1 holds the responses of each step: over 2 epochs twice those of the batch.
             responses = int(batch.totals_U2[:, 1].sum()) // batch.epochs
 
-        def order(finding: Finding) -> tuple[bool, bool, int]:
-            return not finding.mismatch, finding.name not in FIRST, -finding.tokens
-
+        findings = sorted(
+            self.findings,
+            key=lambda finding: (
+                not finding.mismatch,
+                finding.name not in FIRST,
+                -finding.tokens,
+            ),
+        )
         return Receipt(
             received_BT=received_UBT.nanmean(dim=0),
             clipped_BT=clipped_BT,
             received_UBT=received_UBT,
             expected_UBT=by_update(self.wanted_NT).masked_fill(unknown_UB1, torch.nan),
             clipped_UBT=clipped_UBT,
-            findings=tuple(sorted(self.findings, key=order)),
+            findings=tuple(findings),
             # differs() allows precision * (advantage + unit), and a middle advantage is the unit.
             seen_from=1 + 2 * self.precision,
             tokens=int(seen_BT.sum()),
             trained=int((seen_BT & trains_BT).sum()),
             clipped=None if math.isnan(clipped) else clipped,
-            responses=(int(seen_B.sum()), responses),
+            responses=(int(seen_B1.sum()), responses),
         )
 
     def add(
@@ -255,7 +260,8 @@ class Comparison(Arrived):
         # A line on rounding is about small differences, every other one is not.
         tolerance_NT = 1e-6 * (name != "rounded") * wanted_NT.abs()
         at_NT = at_NT & ~((self.received_NT - wanted_NT).abs() <= tolerance_NT)  # NaN differs
-        n, t = at_NT.nonzero(as_tuple=True)
+        places_K2 = at_NT.nonzero()
+        n = places_K2[:, 0]
         if not len(n):
             return
         steps = ""
@@ -265,9 +271,7 @@ class Comparison(Arrived):
         count = f"{len(self.rows_N[n].unique())} of {len(self.rows_N.unique())} responses"
         examples = []
         # At 0, 1/3 and 2/3 of what differs, so seldom of one response: of 9 the tokens 0, 3 and 6.
-        for k in range(0, len(n), max(1, len(n) // 3))[:3]:
-            row = int(n[k])
-            token = int(t[k])
+        for row, token in places_K2[:: max(1, len(n) // 3)][:3].tolist():
             intended = float(wanted_NT[row, token]) + 0.0  # no -0.0 in a table
             received = float(self.received_NT[row, token])
             examples.append((self.keys[int(self.rows_N[row])], token, intended, received))

@@ -151,6 +151,7 @@ PLAIN = (ONE, {"ranks": 2, "updates": 2, "epochs": 2} | ONE, {"epochs": 2})
 LATER = ({"epochs": 3}, {"ranks": 2, "updates": 2, "epochs": 2} | ONE)
 RANKS = ({"ranks": 2} | ONE, {"ranks": 2, "epochs": 2})
 WEIGHTED = ({"weights": True}, {"ranks": 2, "epochs": 2, "weights": True} | ONE)
+BY_RESPONSE = (ONE, ONE)
 BY_TOKEN = ({}, {"ranks": 2, "updates": 2, "epochs": 2})
 WITH_KL = ({"kl": True}, {"epochs": 2, "kl": True} | ONE)
 FLAT = PLAIN[:2]
@@ -169,17 +170,17 @@ class Fault(NamedTuple):
 
 
 FAULTS = [Fault(*row) for row in (
-    ("scaled", "huggingface/trl#6369: masked truncated responses stay in the denominator", SAME, FLAT[:1] * 2,
+    ("scaled", "huggingface/trl#6369: masked truncated responses stay in the denominator", SAME, BY_RESPONSE,
      column("mask_BT", lambda batch, draw: batch.mask_BT & (ALL != 5)[:, None])),
     ("scaled", "THUDM/slime#657: rejected tokens stay in the denominator", SAME, SMALL,
      column("mask_BT", lambda batch, draw: batch.mask_BT & (torch.rand(B, T, generator=draw) >= 0.4))),
     ("swapped", "NovaSky-AI/SkyRL#1492: all turns get the last turn's token advantages",
-     (BY_ALL, put(advantages=lambda m: m.batch.advantages_BT[m.rows // 4 * 4 + 3])), (ONE, ONE), by_turn),
+     (BY_ALL, put(advantages=lambda m: m.batch.advantages_BT[m.rows // 4 * 4 + 3])), BY_RESPONSE, by_turn),
     ("extra", "NVIDIA-NeMo/RL#4158: rounding in equal rewards is divided by its spread",
-     put(advantages=lambda m: m.advantages + NOISE[m.rows] * m.mask), (ONE, ONE),
+     put(advantages=lambda m: m.advantages + NOISE[m.rows] * m.mask), BY_RESPONSE,
      column("advantages_BT", lambda batch, draw: batch.advantages_BT * (ALL[:, None] >= 8))),
     ("swapped", "verl-project/verl#7957: advantages go back under keys of before resampling", other_rows(RESAMPLED), FLAT),
-    ("swapped", "nishide-dev/unturtle#40: old log-probabilities cut along another dimension", SAME, (ONE, ONE),
+    ("swapped", "nishide-dev/unturtle#40: old log-probabilities cut along another dimension", SAME, BY_RESPONSE,
      column("old_log_probs_BT", lambda batch, draw: batch.old_log_probs_BT.roll(2, 0))),
     ("shifted", "PrimeIntellect-ai/prime-rl#1525: the next token's log-probabilities, the rest unshifted", SAME, SMALL,
      lambda loop, draw: replace(loop, policy_UBT=loop.policy_UBT.roll(-1, 2))),
@@ -187,7 +188,7 @@ FAULTS = [Fault(*row) for row in (
     ("outside", "bingreeky/MemGen#33: filling after the end counts as response",
      put(mask=lambda m: torch.ones_like(m.mask), advantages=first), FLAT),
     ("outside", "THUDM/slime#1563: user and tool turns are in the loss mask",
-     put(divisor=lambda m: written(m.batch).sum(), advantages=first, mask=lambda m: written(m.batch)[m.rows]), (ONE, ONE)),
+     put(divisor=lambda m: written(m.batch).sum(), advantages=first, mask=lambda m: written(m.batch)[m.rows]), BY_RESPONSE),
     ("stale", "huggingface/trl#4159: engine's log-probabilities without temperature", SAME, SMALL, temperatures(0.6, 1)),
     ("stale", "PrimeIntellect-ai/prime-rl#697: divided by the temperature", SAME, SMALL, temperatures(0.6, 1, 0.6)),
     ("stale", "NVIDIA-NeMo/RL#316: trainer's log-probabilities without temperature", SAME, SMALL, temperatures(1, 0.6)),
@@ -204,7 +205,7 @@ FAULTS = [Fault(*row) for row in (
      ({"updates": 2, "drift": 0.0} | ONE,) * 2),
     ("scaled", "modelscope/ms-swift#10117: by the accumulation too", times(lambda m: 1 / m.count), ({"even": True},) * 2),
     ("scaled", "NVIDIA-NeMo/RL#84: means are summed", put(divisor=lambda m: lengths(m) * len(m.rows)), (EVEN | ONE,) * 2),
-    ("scaled", "THUDM/slime#919: the sum over tokens is not divided", put(divisor=1), FLAT[:1] * 2),
+    ("scaled", "THUDM/slime#919: the sum over tokens is not divided", put(divisor=1), BY_RESPONSE),
     ("scaled", "verl-project/verl#3741: Dr. GRPO sums over responses", put(divisor=float(T)), (NORM, NORM)),
     ("scaled by micro-batch", "PrimeIntellect-ai/prime-rl#2359: each rank divides by its tokens",
      put(divisor=rank_tokens), RANKS),

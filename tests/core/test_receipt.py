@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -435,7 +436,12 @@ def test_a_file_without_a_receipt(tmp_path: Path) -> None:
 def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     """Built from the folder, and imported where nothing of the package can be."""
     build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
-    folders = (str(tmp_path), str(ROOT / "packages" / "token-receipt"))
+    # setuptools leaves its build folder next to the source, hence the copy.
+    source = tmp_path / "source"
+    package = "packages/token-receipt"
+    for name in (package, "grail_advantage/receipt", "grail_advantage/text_io"):
+        shutil.copytree(ROOT / name, source / name)
+    folders = (str(tmp_path), str(source / package))
     subprocess.run([sys.executable, *build, *folders], check=True)
     (wheel,) = tmp_path.glob("token_receipt-*.whl")
     script = """
