@@ -32,7 +32,6 @@ _TAGS = (
     (b"<answer>", b"</answer>", re.compile(rb"(</?answer>)")),
     (b"<|begin_of_box|>", b"<|end_of_box|>", re.compile(rb"(<\|(?:begin|end)_of_box\|>)")),
 )
-_MARKERS = frozenset({"<answer>", "</answer>", "<|begin_of_box|>", "<|end_of_box|>"})
 _HASHES = re.compile(rb"#### (-?[0-9.,]+)")  # verl/utils/reward_score/gsm8k.py, method strict
 
 
@@ -145,6 +144,9 @@ def _matters_to_box(covered: bytes) -> bool:
 
 
 BOXED = AnswerFormat("boxed", r"\boxed{42}", iter_boxed, _matters_to_box)
-_HASHES_FORMAT = AnswerFormat("hashes", "#### 42", _hashed)
-_TAG_FORMAT = AnswerFormat("tag", "<answer>42</answer>", _tagged, markers=_MARKERS)
-FORMATS = {form.name: form for form in (BOXED, _HASHES_FORMAT, _TAG_FORMAT)}
+_MARKERS = frozenset({"<answer>", "</answer>", "<|begin_of_box|>", "<|end_of_box|>"})
+FORMATS = {
+    "boxed": BOXED,
+    "hashes": AnswerFormat("hashes", "#### 42", _hashed),
+    "tag": AnswerFormat("tag", "<answer>42</answer>", _tagged, markers=_MARKERS),
+}

@@ -13,6 +13,8 @@ import re
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -24,13 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-# GPT-2's table: a byte that prints in Latin-1 is its own character; the others take those from U+0100 on, in order.
-_PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = sorted(set(range(0x100)).difference(_PRINTING))
-_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTING} | {
-    chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)
-}
-
 TokenIds: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
 
 
@@ -199,27 +194,22 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
-    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order. Without a
-    decoder the pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text."""
+    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order, a sequence before
+    its members. Without a decoder the pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens
+    are plain text."""
 
     def flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
-        members = settings.get("decoders", settings.get("pretokenizers"))
-        return (
-            [settings] if members is None else [step for member in members for step in flat(member)]
-        )
+        members = settings.get("decoders", settings.get("pretokenizers", ()))
+        return [settings, *chain(*map(flat, members))]
 
-    part = backend.decoder
-    if part is None:
-        part = backend.pre_tokenizer
-    steps = []
-    if part is not None:
-        steps = flat(json.loads(part.__getstate__()))
-    if backend.decoder is None:
+    part = backend.decoder or backend.pre_tokenizer
+    steps = flat(json.loads(part.__getstate__())) if part else []
+    if not backend.decoder:
         steps = [step for step in steps if step["type"] in ("ByteLevel", "Metaspace")]
     fused = False
     for step in steps:
         kind = step["type"]
-        keeps_bytes = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
+        keeps_bytes = kind in ("Sequence", "ByteLevel", "Metaspace", "ByteFallback", "Fuse")
         keeps_bytes |= kind == "Replace" and "String" in step["pattern"]
         # It takes spaces from the ends of the text once Fuse has joined it, where no box can lose anything.
         keeps_bytes |= kind == "Strip" and step["content"] == " " and fused
@@ -232,12 +222,22 @@ def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
     return steps
 
 
+@cache
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's table: the bytes by the characters that spell them in a byte-level vocabulary."""
+    # Not above, where nobody has a tokenizer yet.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {char: byte for byte, char in bytes_to_unicode().items()}
+
+
 def _literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
     """The bytes that a token, as the vocabulary or the list of added tokens spells it, puts into the text."""
+    byte_of = _byte_of_char()
     for step in steps:
         # The vocabulary holds added tokens as they are, and so a token with a character outside the byte alphabet.
-        if step["type"] == "ByteLevel" and not is_added and _BYTE_OF_CHAR.keys() >= set(text):
-            return bytes(_BYTE_OF_CHAR[char] for char in text)
+        if step["type"] == "ByteLevel" and not is_added and byte_of.keys() >= set(text):
+            return bytes(byte_of[char] for char in text)
         if step["type"] == "ByteFallback" and _BYTE_TOKEN.fullmatch(text):
             return bytes([int(text[3:5], 16)])
         if step["type"] == "Metaspace":

@@ -74,10 +74,8 @@ def edges_of(texts: Sequence[str]) -> np.ndarray:
 
 def decode_pieces(pieces: Sequence[bytes]) -> list[str]:
     """Texts of consecutive pieces of UTF-8; a character in several pieces belongs to the last of them."""
-    if not any(pieces):
-        return [""] * len(pieces)
     # A character that is cut off shows at the last piece with bytes, not at a token without text.
-    last = max(i for i, piece in enumerate(pieces) if piece)
+    last = max((i for i, piece in enumerate(pieces) if piece), default=0)
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     return [decode(piece, final=i == last) for i, piece in enumerate(pieces)]
 

@@ -90,7 +90,7 @@ def features(
         log_largest * np.exp(-earlier),
         np.exp(-sum_before),
     ]
-    return np.stack(columns, axis=1)
+    return np.column_stack(columns)
 
 
 @register("fitted")

@@ -88,14 +88,10 @@ class Oar(MapOptions):
     def check(self) -> None:
         super().check()
         unread = {"max_perturbations"} if self.method == "gradient" else {"noise_std", "noise_seed"}
-        for name in self.model_dump(exclude_defaults=True):
-            if name in unread:
-                logger.warning(
-                    "%s.%s does nothing with %s, which does not read it",
-                    self.section,
-                    name,
-                    self.name,
-                )
+        for name in self.model_dump(include=unread, exclude_defaults=True):
+            logger.warning(
+                "%s.%s does nothing with %s, which does not read it", self.section, name, self.name
+            )
         if (self.statistics == "response") != self._port:
             raise ValueError(
                 f"{self.section}.statistics={self.statistics!r} follows from variant; leave it out"
@@ -151,12 +147,9 @@ class Oar(MapOptions):
     def replaced(self, row: Row) -> Tensor:
         """OAR-P: the reasoning tokens that get a counterfactual, all or evenly spaced ones; int64 (M,), ascending."""
         length = row.answer.start
-        limit = self.max_perturbations
-        if limit is None or limit >= length:
-            return torch.arange(length, device="cpu")
-        return (
-            torch.linspace(0, length - 1, limit, dtype=torch.float64, device="cpu").round().long()
-        )
+        count = min(self.max_perturbations or length, length)
+        places = torch.linspace(0, length - 1, count, dtype=torch.float64, device="cpu")
+        return places.round().long()
 
     def prepare(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
         # With the token after the last position, for which answer_joint asks.
@@ -182,16 +175,16 @@ class Oar(MapOptions):
         """A forward without noise, a forward with it, and a backward to the noisy embeddings. No hook is left, whatever
         happens."""
         probes = [self.probe_of(row) for row in micro.rows]
-        pairs = zip(micro.rows, probes, strict=True)
-        # The token after each position: the one that its logits predict.
-        tokens = torch.cat([row.tokens.roll(-1)[start:end] for row, (start, end) in pairs])
-        counts = [b - a for a, b in probes]
+        pairs = list(zip(micro.rows, probes, strict=True))
+        # The token after each position, as far as there is one: the one that its logits predict.
+        tokens = torch.cat([row.tokens[start + 1 : end + 1] for row, (start, end) in pairs])
+        counts = [end - start for start, end in probes]
         clean_embeddings = []
 
         def add_noise(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
             clean_embeddings.append(output.detach())
             noisy = output.detach().clone()
-            for index, (row, (_, stop)) in enumerate(zip(micro.rows, probes, strict=True)):
+            for index, (row, (_, stop)) in enumerate(pairs):
                 first, end = self._shaken(row)
                 identity = row.tokens[: row.start + row.answer.end].tolist()
                 generator = torch.Generator(noisy.device).manual_seed(
@@ -214,13 +207,9 @@ class Oar(MapOptions):
             # Without a graph: J is differentiated at the noisy embeddings alone.
             clean = self._read(micro.logits(probes), tokens, counts)
         embedding = micro.leaf("embeddings")
-        # Before capture_leaf(): hooks run in this order, so that the leaf is the noisy embedding.
-        handle = embedding.register_forward_hook(add_noise)
-        try:
-            with capture_leaf(embedding) as leaves:
-                logits = micro.logits(probes)
-        finally:
-            handle.remove()
+        # Hooks run in this order, so that the leaf is the noisy embedding.
+        with embedding.register_forward_hook(add_noise), capture_leaf(embedding) as leaves:
+            logits = micro.logits(probes)
         # Summed over rows, each of which depends on its own embeddings alone.
         j = self._divergence(clean, self._read(logits, tokens, counts)).sum()
         gradient = gradient_at(j, leaves[0])
@@ -246,7 +235,7 @@ class Oar(MapOptions):
         replaced = self.replaced(row)
         assert model.pad_token is not None  # check_tokenizer() has seen to it
         # After the row's last token, which "last" alone reads, there is none.
-        tokens = row.tokens.roll(-1)[start:length]
+        tokens = row.tokens[start + 1 : length + 1]
         positions = torch.arange(start, length, device=row.tokens.device)
         logits, cache = forward(row.tokens[None, :length], positions, None)
         counts = [len(positions)]
@@ -318,9 +307,11 @@ def _can_be_shared(cache: Cache | None, length: int) -> bool:
     # Not above: it would import its model code.
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() != length:
-        return False
-    return all(type(layer) is DynamicLayer for layer in cache.layers)
+    return (
+        type(cache) is DynamicCache
+        and cache.get_seq_length() == length
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
+    )
 
 
 def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:

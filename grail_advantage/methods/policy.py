@@ -143,9 +143,9 @@ class HighEntropy(OfEntropy):
     )
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
-        # Of 10 tokens and rho = 0.2 the two highest stay: the 9th of the sorted ones is the cut.
+        # Of 10 tokens and rho = 0.2 the two highest stay: the second of them is the cut.
         x = scores[among]
-        cut = x.kthvalue(len(x) - int(count_of_share(self.rho, among.sum())) + 1).values
+        cut = x.topk(int(count_of_share(self.rho, among.sum()))).values[-1]
         chosen = among & (scores >= cut)
         w = chosen.float()
         if self.denominator == "selected":

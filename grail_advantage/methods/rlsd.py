@@ -82,9 +82,7 @@ class Privileged(BaseMethod):
         """The same response after the prompt with the privileged text. ValueError: the last user message is not a
         text."""
         example = row.example
-        text = self._privileged_text(example)
-        if example is None or not text:
-            return row
+        assert example is not None  # select() has seen to it, and to a text
         # Copies, as one of them is changed.
         messages = [dict(message) for message in example.messages]
         question = next(message for message in reversed(messages) if message.get("role") == "user")
@@ -99,7 +97,7 @@ class Privileged(BaseMethod):
         complete = render(messages, add_generation_prompt=True, tokenize=False)
         header = complete[len(without_header) :] if complete.startswith(without_header) else ""
         # Not only the text: together with the words around it, it may make up what neither of them does.
-        request = self.request.replace(PLACE, text)
+        request = self.request.replace(PLACE, self._privileged_text(example))
         question["content"] += f"\n\n{harmless(request, tokenizer, header.strip())}"
         prompt = row.tokens.new_tensor(render(messages, add_generation_prompt=True, tokenize=True))
         return replace(row, tokens=torch.cat([prompt, row.tokens[row.start :]]), start=len(prompt))
@@ -109,7 +107,7 @@ class Privileged(BaseMethod):
         log_probs = model.micro_batches(
             rows, lambda micro: micro.response_log_probs(), gradients=False
         )
-        return [RowScores(of_row.float()) for of_row in log_probs]
+        return list(map(RowScores, log_probs))
 
     def signal(self, r: Rollouts, of_pass: Tensor | None) -> Tensor:
         """D, see the module."""
@@ -191,7 +189,7 @@ def as_text(value: Any) -> str:
     return str(value).encode(errors="replace").decode().strip()
 
 
-def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") -> str:
+def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str) -> str:
     """The text with a space after the first character of everything that could end its message.
 
     That is every string that the tokenizer would turn into one of its added tokens (``<|im_end|>``, ``<think>``), and

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grail_advantage.data import Row, RowScores
-from grail_advantage.method import Among, Gate, Mapped, option, register
+from grail_advantage.method import Among, Gate, Mapped, Span, option, register
 from grail_advantage.model.interface import Model, Range, saliency_step
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def zero_padded(values: Tensor, length: int) -> Tensor:
     """Values of a response's tokens from the first on as scores (length,) of all: the answer does not depend on tokens
     after the last one that has a value."""
-    scores = values[:length]
-    return torch.cat([scores, scores.new_zeros(length - len(scores))])
+    return pad(values, (0, length - len(values)))
 
 
 class MapOptions(Mapped):
@@ -84,12 +83,6 @@ class Saliency(Mapped):
         # Nothing after the target can influence it.
         return replace(row, tokens=row.tokens[: self.target_positions(row)[1]])
 
-    def of_row(self, row: Row, saliency: Tensor, norms: Tensor) -> RowScores:
-        """A response's scores from the saliency of its positions, the first being the one before the response."""
-        # Values of the positions 3, 4, 5 and a response from 4 on: its first token takes the one of 3, or of 4.
-        first = 0 if self.alignment == "predictor" else 1
-        return RowScores(zero_padded(saliency[first:], row.length), norms)
-
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
         pairs = model.micro_batches(
             rows,
@@ -98,11 +91,14 @@ class Saliency(Mapped):
             ),
             gradients=True,
         )
-        # From the position on that predicts the first response token.
-        return [
-            self.of_row(row, saliency[row.start - 1 :], norms[row.start - 1 :])
-            for row, (saliency, norms) in zip(rows, pairs, strict=True)
-        ]
+        results = []
+        for row, (saliency, norms) in zip(rows, pairs, strict=True):
+            # The first token of a response from position 4 on takes the value of 3, or of 4.
+            first = row.start - (self.alignment == "predictor")
+            results.append(
+                RowScores(zero_padded(saliency[first:], row.length), norms[row.start - 1 :])
+            )
+        return results
 
 
 @register("grail")
@@ -118,9 +114,7 @@ class Grail(Saliency, MapOptions):
     alignment: Alignment = option(
         None, "a token's saliency: that of the position before it, or its own"
     )
-    span: Literal["first", "last"] = option(
-        None, "which complete answer of a response counts, by the preset"
-    )
+    span: Span = option(None, "which complete answer of a response counts, by the preset")
     target: Literal["span", "content"] = option(
         None, "tokens whose log-likelihood is differentiated"
     )

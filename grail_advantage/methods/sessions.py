@@ -103,14 +103,14 @@ class TurnMethod(AdvantageMethod):
         reasons = []
         groups: dict[Hashable, list[Session]] = defaultdict(list)
         for session in sessions:
-            outcome = session.outcome
-            rewards = (session.lists, session.counts, session.align)
             try:
-                if not within_range(np.array(outcome)):
+                if not within_range(np.array(session.outcome)):
                     raise UncertainError(
-                        f"has the outcome {outcome}, which is not finite or too large"
+                        f"has the outcome {session.outcome}, which is not finite or too large"
                     )
-                session.rewards = rewards_by_turn(*rewards, differences=self.differences)
+                session.rewards = rewards_by_turn(
+                    session.lists, session.counts, session.align, differences=self.differences
+                )
             except UncertainError as reason:
                 reasons.append(f"{where} {session.key} {reason}")
                 compared.append((session, np.full(len(session.turns), np.nan)))

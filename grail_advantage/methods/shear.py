@@ -166,12 +166,9 @@ def shear_scores(
         stride: as published, windows also begin after one has reached the end: each lies inside the one before it, yet
             differs.
     """
-    is_finite = [bool(h.isfinite().all()) for h in hidden]
-    usable = [i for i, h in enumerate(hidden) if is_finite[i] and len(h)]
-    scores = [
-        h.new_full((len(h),), 1.0 if fine else torch.nan, dtype=torch.float32)
-        for h, fine in zip(hidden, is_finite, strict=True)
-    ]
+    usable = [i for i, h in enumerate(hidden) if len(h) and h.isfinite().all()]
+    # Those of usable responses are put in their places at the end.
+    scores = [h.new_full((len(h),), torch.nan, dtype=torch.float32) for h in hidden]
     if not usable:
         return scores
     bounds = [_windows(h, window, stride) for h in hidden]
@@ -225,9 +222,8 @@ def _window_distances(
     sizes, places = _padded(bounds)
     opposite_sizes, opposite_places = _padded(opposite_bounds)
     chunk = CHUNK_ELEMENTS.get(cost.device.type, CHUNK_ELEMENTS["cuda"])
-    pairs = torch.cartesian_prod(
-        *(torch.arange(len(size), device=cost.device) for size in (sizes, opposite_sizes))
-    )
+    # The indices of all pairs, int64 (K L, 2).
+    pairs = bounds.new_ones(len(bounds), len(opposite_bounds)).nonzero()
     distances = []
     costs_of_pair = places.shape[1] * opposite_places.shape[1]
     for chunk_of_pairs in pairs.split(max(1, chunk // costs_of_pair)):

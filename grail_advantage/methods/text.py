@@ -79,7 +79,6 @@ def matched(
     matches = find_matches(expression, text)
     if matches is None:
         return None
-    # One place more: a token without text at the end looks at what would come next.
     # Of each character, and one place more: a token without text at the end looks at what would come next.
     inside: np.ndarray = np.zeros(len(text) + 1, dtype=bool)
     group = CONTENT if CONTENT in expression.groupindex else 0

@@ -99,17 +99,18 @@ def turn_advantages(
             if len(observed) != len(turns):
                 had = f"{len(turns)} turns and {len(observed)} observations"
                 raise ValueError(f"before: row {key} has {had}; give one a turn")
-        session = Session(
-            key=key,
-            group=groups[last],
-            outcome=float(outcomes[last] or 0.0),
-            lists=[rewards[row] for row in rows],
-            counts=[len(rewards[row]) for row in rows],
-            align="turns",
-            turns=turns,
-            before=observed,
+        known_sessions.append(
+            Session(
+                key=key,
+                group=groups[last],
+                outcome=float(outcomes[last] or 0.0),
+                lists=[rewards[row] for row in rows],
+                counts=[len(rewards[row]) for row in rows],
+                align="turns",
+                turns=turns,
+                before=observed,
+            )
         )
-        known_sessions.append(session)
     compared, reasons = m.compare(known_sessions, "rewards: row")
     for reason in reasons:
         logger.warning("%s: a row trains nothing: %s", m.name, reason)

@@ -83,7 +83,7 @@ def frozen_parameters(model: Module) -> Iterator[None]:
 
 @contextmanager
 def at_head(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While open, each forward of the model's output embeddings computes the logits of ``before(hidden)``, of the hidden
+    """While open, each forward of the model's output embeddings computes the logits of ``change(hidden)``, of the hidden
     states (B, S, D) those that are needed. ValueError: there are no output embeddings, or the forward calls none."""
     head = model.get_output_embeddings()
     calls: list[None] = []
@@ -105,28 +105,13 @@ def _hooked(
     handle: RemovableHandle, calls: Sequence[object], module: Module, name: str
 ) -> Iterator[None]:
     """A forward that went past a hook would give wrong values, or none."""
-    try:
+    with handle:
         yield
         if not calls:
             raise ValueError(
                 f"the model's forward did not call its {name} ({type(module).__name__}), so this method cannot read it; "
                 "switch off what replaces it (fused kernels, a patched class), or use a method without a pass"
             )
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def capture_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """:func:`at_head` that appends the hidden states (B, S, D), detached, to the list, and needs one column's logits."""
-    captured_BSD: list[Tensor] = []
-
-    def first_column(hidden_BSD: Tensor) -> Tensor:
-        captured_BSD.append(hidden_BSD.detach())
-        return hidden_BSD[:, :1]
-
-    with at_head(model, first_column):
-        yield captured_BSD
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -194,6 +194,10 @@ class HuggingFaceModel:
         self._state = model_state(self.model)
         if _checked.get(self.model) == self._state:
             return
+        refusal = ValueError(
+            f"model ({type(self.model).__name__}) gives no logits, or has other positions than its input; "
+            f"{hooks.REMEDY}, itself, and an adapter such as LoRA in place of virtual tokens"
+        )
         tokens_S = rows[0] if rows else torch.zeros(2, dtype=torch.int64, device="cpu")
         tokens_S = tokens_S[:CHECKED_TOKENS].to(self.device)
         ids_1S = tokens_S[None, :-1]
@@ -201,7 +205,7 @@ class HuggingFaceModel:
         def own() -> Tensor:
             logits: Any = getattr(self.forward(ids_1S), "logits", None)
             if getattr(logits, "shape", ())[:-1] != ids_1S.shape:
-                refuse(self.model)
+                raise refusal
             return hooks.log_probs(logits[0], tokens_S[1:], self.temperature)
 
         def backwards() -> Tensor:
@@ -212,7 +216,7 @@ class HuggingFaceModel:
 
         with hooks.evaluation_mode(self.model):
             if not reads_its_logits(self.model, own, backwards):
-                refuse(self.model)
+                raise refusal
         _checked[self.model] = self._state
 
     def forward(self, tokens_BS: Tensor) -> Any:
@@ -269,11 +273,7 @@ class PaddedRows(MicroBatch):
     def logits(self, positions: Sequence[Range]) -> Tensor:
         row_K, column_K = places_of(positions, self._tokens_BS.device)
         with hooks.at_head(self.module, lambda hidden_BSD: hidden_BSD[row_K, column_K][None]):
-            logits_1KV = self._forward(positions).logits
-        # Virtual tokens in front, for example, shift every position.
-        if logits_1KV.shape[:2] != (1, len(column_K)):
-            refuse(self.module)
-        return logits_1KV[0]
+            return self._forward(positions).logits[0]
 
     def log_likelihood(self, tokens: Sequence[Range]) -> Tensor:
         return hooks.log_probs(*self._predicted(tokens), self._host.temperature).sum()
@@ -325,11 +325,3 @@ def model_state(model: Module) -> object:
     layers = tuple(type(module) for module in model.modules())
     precisions = frozenset(parameter.dtype for parameter in model.parameters())
     return layers, precisions, getattr(getattr(model, "config", None), "_attn_implementation", None)
-
-
-def refuse(model: Module) -> NoReturn:
-    """ValueError of a model whose logits are not those of its input's tokens."""
-    kind = f"model ({type(model).__name__}) gives no logits, or has other positions than its input"
-    raise ValueError(
-        f"{kind}; {hooks.REMEDY}, itself, and an adapter such as LoRA in place of virtual tokens"
-    )

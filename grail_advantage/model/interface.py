@@ -17,13 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from grail_advantage.model.hooks import (
-    at_head,
-    capture_hidden_states,
-    capture_leaf,
-    gradient_at,
-    leaf_module,
-)
+from grail_advantage.model.hooks import at_head, capture_leaf, gradient_at, leaf_module
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -70,7 +64,14 @@ class MicroBatch(Protocol):
     def hidden_states(self) -> list[Tensor]:
         """For each row the input of the output embeddings at its response tokens, (T, D), in the model's dtype. Not with
         fused kernels."""
-        with capture_hidden_states(self.module) as captured_BSD:
+        captured_BSD: list[Tensor] = []
+
+        def first_column(hidden_BSD: Tensor) -> Tensor:
+            captured_BSD.append(hidden_BSD.detach())
+            # The logits of one column are fewer than all.
+            return hidden_BSD[:, :1]
+
+        with at_head(self.module, first_column):
             self.forward()
         rows = zip(self.rows, self.per_row(captured_BSD[0]), strict=True)
         # Copies, with which the rest of the batch can go.

@@ -4,7 +4,7 @@ names the line that it answers, as of torch 2.13.0 and transformers 5.10.4, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -71,20 +71,14 @@ def resharding(model: Module) -> Iterator[None]:
     if torch.distributed.is_available():
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        units = [
-            module for module in model.modules() if isinstance(module, FullyShardedDataParallel)
-        ]
-    trained = [
-        unit for unit in units if unit._handle is not None and unit._handle.flat_param.requires_grad
-    ]
-    handles = [
-        unit.register_forward_pre_hook(_reshard_after_inputs, with_kwargs=True) for unit in trained
-    ]
-    try:
+        units = FullyShardedDataParallel.fsdp_modules(model)
+    with ExitStack() as hooks:
+        for unit in units:
+            if unit._handle is not None and unit._handle.flat_param.requires_grad:
+                hooks.enter_context(
+                    unit.register_forward_pre_hook(_reshard_after_inputs, with_kwargs=True)
+                )
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _reshard_after_inputs(unit: Any, args: tuple, kwargs: dict) -> None:

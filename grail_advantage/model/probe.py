@@ -94,8 +94,7 @@ def probe(model: Module, run: Run, rows: Sequence[Tensor]) -> Finding:
 
 def _random_states(model: Module) -> list[Any]:
     """States of the generators from which a forward of the model may draw."""
-    states: list[Any] = [random.getstate(), repr(np.random.get_state())]
-    states.append(torch.get_rng_state().tolist())
+    states = [random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()]
     for device in {values.device for values in model.parameters()}:
         module: Any = getattr(torch, device.type, None)
         # torch.cpu has none.

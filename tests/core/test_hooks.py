@@ -140,7 +140,7 @@ def test_a_forward_that_goes_past_a_hook_is_said() -> None:
     ids = torch.zeros((1, 3), dtype=torch.int64)
     # A head that the forward does not call.
     head = SimpleNamespace(get_output_embeddings=lambda: unused)
-    for reader in (hooks.capture_leaf(unused), hooks.capture_hidden_states(head)):
+    for reader in (hooks.capture_leaf(unused), hooks.at_head(head, torch.clone)):
         with pytest.raises(ValueError, match="Linear"), reader:
             model(input_ids=ids)
         assert not hooks_of(unused)
