@@ -1,6 +1,6 @@
 """All code of this platform that replaces code of verl or torch; each with its reason."""
 
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import ray
@@ -31,13 +31,9 @@ def process_group_without_a_second_cpu() -> None:
     platform that is ``cpu:gloo,cpu:gloo``, and torch refuses to have one device twice. Can go when verl leaves the
     second half away on ``cpu``.
     """
-    original = distributed.initialize_global_process_group_ray
-
-    @wraps(original)
-    def initialize(timeout_second: float | None = None, backend: str | None = None) -> None:
-        original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
-
-    distributed.initialize_global_process_group_ray = initialize
+    distributed.initialize_global_process_group_ray = partial(
+        distributed.initialize_global_process_group_ray, backend="cpu:gloo"
+    )
 
 
 def fsdp1_synchronises_cpu_states() -> None:
@@ -59,11 +55,7 @@ def pinned_memory_is_plain_memory() -> None:
     torch pins memory only next to an accelerator. Pinned memory holds the same values; it serves faster copies to a
     device. Can go when verl leaves the offload of the reference policy to the configuration.
     """
-
-    def itself(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-        return tensor
-
-    torch.Tensor.pin_memory = itself  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign, assignment]
 
 
 class LabelLogProbs(torch.autograd.Function):

@@ -37,32 +37,29 @@ def _free(device: object = None) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-_OF_TORCH = ("Stream", "current_stream", "is_available", "set_device", "stream", "synchronize")
-DEVICE = SimpleNamespace(
-    **{name: getattr(torch.cpu, name) for name in _OF_TORCH},
-    get_rng_state=torch.get_rng_state,
-    set_rng_state=torch.set_rng_state,
-    manual_seed=torch.manual_seed,
-    manual_seed_all=torch.manual_seed,
-    current_device=_always(_CpuDevice("cpu")),
-    device_count=_always(1),
-    get_device_name=_always("cpu"),
-    get_device_properties=_always(
+class Device:
+    """Stands in for ``torch.cuda``, by whose names verl calls what ``get_torch_device()`` gives; never instantiated."""
+
+    Stream = torch.cpu.Stream
+    current_stream = torch.cpu.current_stream
+    is_available = torch.cpu.is_available
+    set_device = torch.cpu.set_device
+    stream = torch.cpu.stream
+    synchronize = torch.cpu.synchronize
+    get_rng_state = torch.get_rng_state
+    set_rng_state = torch.set_rng_state
+    manual_seed = manual_seed_all = torch.manual_seed
+    current_device = _always(_CpuDevice("cpu"))
+    device_count = _always(1)
+    get_device_name = _always("cpu")
+    get_device_properties = _always(
         SimpleNamespace(name="cpu", total_memory=psutil.virtual_memory().total)
-    ),
-    mem_get_info=_free,
-    **dict.fromkeys(
-        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
-        _memory,
-    ),
+    )
+    mem_get_info = _free
+    memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = _memory
     # There is no cache of the device, no memory shared by handles, no peak and no share of a process.
-    empty_cache=_always(None),
-    ipc_collect=_always(None),
-    reset_peak_memory_stats=_always(None),
-    reset_accumulated_memory_stats=_always(None),
-    set_per_process_memory_fraction=_always(None),
-)
-"""Stands in for ``torch.cuda``, by whose names verl calls what ``get_torch_device()`` gives."""
+    empty_cache = ipc_collect = set_per_process_memory_fraction = _always(None)
+    reset_peak_memory_stats = reset_accumulated_memory_stats = _always(None)
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -74,7 +71,7 @@ class CpuPlatform(PlatformBase):
     """
 
     device_name = vendor_name = property(_always("cpu"))
-    device_module = property(_always(DEVICE))
+    device_module = property(_always(Device))
     is_available = _always(True)
     # It is never chosen by auto-detection: the user asks for it.
     is_platform_available = is_ipc_supported = _always(False)

@@ -205,7 +205,7 @@ def make_tiny(folder: Path = shipped.FOLDER) -> None:
     settings = WarmUpSettings()
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, settings.seed)
-    _make(model, tokenizer, folder, settings, MAX_RESPONSE_TOKENS, SHORT)
+    _make(model, tokenizer, folder, settings)
 
 
 def make_long(folder: Path) -> None:
@@ -222,7 +222,7 @@ def make_misled(folder: Path) -> None:
     settings = WarmUpSettings(
         error_rate=0.05, no_carry_rate=0.7, learning_rate=1e-3, steps=150, evaluate_every=150
     )
-    _make(model, tokenizer, folder, settings, MAX_RESPONSE_TOKENS, SHORT)
+    _make(model, tokenizer, folder, settings)
     tokenizer.save_pretrained(folder)
 
 
@@ -231,8 +231,8 @@ def _make(
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     settings: WarmUpSettings,
-    max_new_tokens: int,
-    wording: str,
+    max_new_tokens: int = MAX_RESPONSE_TOKENS,
+    wording: str = SHORT,
 ) -> None:
     """Train a model on solutions in this wording, and write it."""
     train = problems("train", shipped.TRAIN, seed=settings.seed)

@@ -87,14 +87,14 @@ def digest_of(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description="Write a tiny SFT-initialised model and its arithmetic data."
     )
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems")
     parser.add_argument("--base-model", choices=BASES, default="tiny", help="the model to train")
-    prepare(**vars(parser.parse_args(arguments)))
+    prepare(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

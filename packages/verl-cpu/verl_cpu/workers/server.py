@@ -17,10 +17,21 @@ from typing import Any
 
 # Imports while the run is being checked and Ray starts, and at the first request: Ray reads variables while it is
 # imported.
-WITHOUT_RAY = ["datasets", "peft", "torch.distributed.checkpoint", "torch.utils.tensorboard"]
-WITHOUT_RAY += ["transformers.models.qwen3.modeling_qwen3", "vllm.entrypoints.openai.api_server"]
-WITH_RAY = ["verl.trainer.main_ppo", "verl.workers.engine_workers", "verl_cpu.vllm"]
-WITH_RAY += ["vllm.model_executor.models.qwen3", "vllm.v1.worker.cpu_worker"]
+WITHOUT_RAY = (
+    "datasets",
+    "peft",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "transformers.models.qwen3.modeling_qwen3",
+    "vllm.entrypoints.openai.api_server",
+)
+WITH_RAY = (
+    "verl.trainer.main_ppo",
+    "verl.workers.engine_workers",
+    "verl_cpu.vllm",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.worker.cpu_worker",
+)
 NUMBERS = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Those that a worker must share with the first one."""
 
