@@ -136,8 +136,8 @@ _TokenTable: TypeAlias = tuple[list[bytes], np.ndarray]
 """Of each token, and in the last place of ids outside the vocabulary: the bytes that are searched, a space for a token
 that does not matter to the format; and their numbers, int64 (V + 1,)."""
 # By id, as tokenizers may compare equal or not hash at all: the state of a vocabulary and its tables. An entry goes
-# when its tokenizer goes, before the id can be another's; one that takes no weak reference is kept alive by its entry.
-_tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable], Any]] = {}
+# when its tokenizer goes, before the id can be another's.
+_tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable]]] = {}
 
 
 def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
@@ -147,13 +147,9 @@ def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _T
     key = id(tokenizer)
     state = (size, added)
     if key not in _tables or _tables[key][0] != state:
-        kept_alive = None
-        try:
-            weakref.finalize(tokenizer, _tables.pop, key, None)
-        except TypeError:
-            kept_alive = tokenizer
-        _tables[key] = (state, {}, kept_alive)
-    tables = _tables[key][1]
+        weakref.finalize(tokenizer, _tables.pop, key, None)
+        _tables[key] = (state, {})
+    _, tables = _tables[key]
     if answer not in tables:
         bytes_of = token_bytes(tokenizer, answer.markers)
         pieces = [b""] * (max(bytes_of, default=-1) + 2)

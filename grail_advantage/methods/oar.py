@@ -231,6 +231,9 @@ class Oar(MapOptions):
         Counterfactuals go through the model in batches. Those of a batch have everything before their first replaced
         token in common, so its keys and values are taken from the clean pass over the row; that is exact in a causal
         model."""
+        # Not above: it would import its model code.
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
         start, length = self.probe_of(row)
         replaced = self.replaced(row)
         assert model.pad_token is not None  # check_tokenizer() has seen to it
@@ -240,7 +243,13 @@ class Oar(MapOptions):
         logits, cache = forward(row.tokens[None, :length], positions, None)
         counts = [len(positions)]
         clean = self._read(logits[0], tokens, counts)
-        if not _can_be_shared(cache, length):
+        # Only plain attention keeps the keys and values of every position; a sliding window or a state does not, a cache
+        # of a model's own may hold a state beside its layers, and that of prefix tuning begins with virtual tokens.
+        if (
+            type(cache) is not DynamicCache
+            or cache.get_seq_length() != length
+            or any(type(layer) is not DynamicLayer for layer in cache.layers)
+        ):
             cache = None
         scores: list[Tensor] = []
         for chunk in replaced.split(model.sequences_together(length)):
@@ -299,19 +308,6 @@ def interpolate(scores: Tensor, replaced: Tensor, length: int) -> Tensor:
     gap = (replaced[upper] - replaced[lower]).clamp(min=1)
     share = (index - replaced[lower]) / gap
     return torch.lerp(scores[lower], scores[upper], share.to(scores.dtype))
-
-
-def _can_be_shared(cache: Cache | None, length: int) -> bool:
-    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, a cache
-    of a model's own may hold a state beside its layers, and that of prefix tuning begins with virtual tokens."""
-    # Not above: it would import its model code.
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    return (
-        type(cache) is DynamicCache
-        and cache.get_seq_length() == length
-        and all(type(layer) is DynamicLayer for layer in cache.layers)
-    )
 
 
 def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:

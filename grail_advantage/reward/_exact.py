@@ -107,8 +107,11 @@ def same_label(gold: str, answer: str) -> Verdict:
     computed, but ``2024-01-05`` and ``1.2.3`` are none."""
     golds = _labels(gold)
     answers = _labels(answer)
-    is_label = all(map(_LABEL.search, golds))
-    if is_label and re.fullmatch(_VALUE, answer) and not any(map(_LABEL.search, answers)):
+    if (
+        all(map(_LABEL.search, golds))
+        and re.fullmatch(_VALUE, answer)
+        and not any(map(_LABEL.search, answers))
+    ):
         return False
     labels = golds + answers
     if not all(map(_LABEL.search, labels)) and not any(map(_NO_NUMBER.search, labels)):
@@ -221,7 +224,7 @@ def keyed_parts(gold: str, answer: str) -> Verdict:
         gold_keys != answer_keys or ("or" in words_of(gold)) != ("or" in words_of(answer))
     ):
         raise ValueError("the words cannot be compared")
-    if len(gold_keys) == len(answer_keys) == 1 and gold_keys.keys() == answer_keys.keys():
+    if len(gold_keys) == 1 and gold_keys.keys() == answer_keys.keys():
         return _lists(*sides)
     if any(len(keys) > 1 and max(keys.values()) > 1 for keys in (gold_keys, answer_keys)):
         raise ValueError("a word or a name stands twice")

@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -58,24 +58,24 @@ def fine_tune(
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
-        loss = _loss(model, tokenizer.pad_token_id, rows)
+        ids = [torch.tensor(prompt + response) for prompt, response in rows]
+        labels = [torch.tensor([IGNORED] * len(prompt) + response) for prompt, response in rows]
+        ids_BL = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+        labels_BL = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+        # Right padding needs no attention mask: a causal model's real tokens never look at it.
+        logits_BLV = model(input_ids=ids_BL.to(model.device)).logits[:, :-1]
+        # The mean over the responses' tokens.
+        loss = F.cross_entropy(
+            logits_BLV.flatten(0, 1).float(),
+            labels_BL[:, 1:].flatten().to(model.device),
+            ignore_index=IGNORED,
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         model.eval()
         yield step, loss.item()
-
-
-def _loss(model: PreTrainedModel, padding: int, rows: Sequence[Row]) -> torch.Tensor:
-    """Returns the mean over the responses' tokens."""
-    ids = [torch.tensor(prompt + response) for prompt, response in rows]
-    labels = [torch.tensor([IGNORED] * len(prompt) + response) for prompt, response in rows]
-    ids_BL = pad_sequence(ids, batch_first=True, padding_value=padding).to(model.device)
-    labels_BL = pad_sequence(labels, batch_first=True, padding_value=IGNORED).to(model.device)
-    # Right padding needs no attention mask: a causal model's real tokens never look at it.
-    logits_BLV = model(input_ids=ids_BL).logits[:, :-1].flatten(0, 1).float()
-    return F.cross_entropy(logits_BLV, labels_BL[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 @dataclass(frozen=True)
@@ -288,20 +288,18 @@ def measure(
         prompts = [contexts[row] for row in active]
         random_numbers = uniform(seed + turn, len(prompts), MAX_TURN_TOKENS)
         responses = sample(model, tokenizer, prompts, random_numbers, temperature)
-        rows = active
-        active = []
-        for row, ids in zip(rows, responses, strict=True):
+        for row, ids in zip(active.copy(), responses, strict=True):
             problem = chosen[row]
             text = tokenizer.decode(ids)
             step = agent.called_step(text)
             if step is None or turn == agent.MAX_TURNS - 1:
                 answered = boxed_answer(text) == str(problem.answer)
                 rewards[row] = agent.turn_rewards(rewards[row], turn + 1, answered)
+                active.remove(row)
                 continue
             reply, reward = agent.check(problem, turn, step)
             rewards[row].append(reward)
             contexts[row] += ids + shipped.reply_ids(tokenizer, reply)
-            active.append(row)
         if not active:
             break
     count = len(chosen)

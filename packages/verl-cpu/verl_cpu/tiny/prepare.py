@@ -36,9 +36,11 @@ def prepare(output_dir: Path, base_model: str = "tiny", seed: int = 0) -> bool:
     output_dir.mkdir(parents=True, exist_ok=True)
     # It is written last, so that an interrupted call is not taken for a finished one.
     stamp.unlink(missing_ok=True)
-    train = problems("train", TRAIN, seed=seed)
-    validation = problems("validation", held_out, seed=seed)
-    write(output_dir, *load(), {"train": train, "validation": validation})
+    splits = {
+        "train": problems("train", TRAIN, seed=seed),
+        "validation": problems("validation", held_out, seed=seed),
+    }
+    write(output_dir, *load(), splits)
     stamp.write_text(stamp_text(settings, output_dir))
     print(f"wrote {output_dir}", flush=True)
     return True

@@ -17,7 +17,6 @@ import re
 import sys
 import types
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -92,9 +91,25 @@ class StepError:
 def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
     """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments; ValueError
     when the split has fewer."""
+    # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler
+    # lacks it.
+    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
+        sys.modules["pycosat"] = types.ModuleType("pycosat")
+    import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
+
+    dataset = reasoning_gym.create_dataset(
+        "chain_sum",
+        min_terms=MIN_STEPS + 1,
+        max_terms=MAX_STEPS + 1,
+        min_digits=1,
+        max_digits=1,
+        # Many more than are needed: draws are of the other split, repeat themselves, or leave the range.
+        size=100 * _VALIDATION_SHARE * size + 10_000,
+        seed=seed * _SEED_STRIDE,
+    )
     chosen: dict[str, Problem] = {}
-    # Many more than are needed: draws are of the other split, repeat themselves, or leave the range.
-    for text in _chain_texts(100 * _VALIDATION_SHARE * size + 10_000, seed):
+    for item in dataset:
+        text = item["metadata"]["expression"].replace(" ", "")
         problem = Problem.parse(text)
         held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0
         if held_out == (split == "validation") and problem.stays_in_range:
@@ -118,26 +133,6 @@ def random_problems(
         if problem.stays_in_range:
             chosen[problem.text] = problem
     return list(chosen.values())
-
-
-def _chain_texts(draws: int, seed: int) -> Iterator[str]:
-    # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler
-    # lacks it.
-    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
-        sys.modules["pycosat"] = types.ModuleType("pycosat")
-    import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
-
-    dataset = reasoning_gym.create_dataset(
-        "chain_sum",
-        min_terms=MIN_STEPS + 1,
-        max_terms=MAX_STEPS + 1,
-        min_digits=1,
-        max_digits=1,
-        size=draws,
-        seed=seed * _SEED_STRIDE,
-    )
-    for item in dataset:
-        yield item["metadata"]["expression"].replace(" ", "")
 
 
 def solve(
