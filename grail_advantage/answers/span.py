@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -124,9 +124,7 @@ def _find_in_row(
     offsets = start, min(content_start, end - 1), content_end - 1, end - 1
     # side="right" steps over the tokens without bytes, to the one that covers the byte.
     ends_T = np.cumsum(lengths_V[ids])
-    first, content_first, content_last, last = (
-        int(np.searchsorted(ends_T, offset, "right")) for offset in offsets
-    )
+    first, content_first, content_last, last = ends_T.searchsorted(offsets, "right").tolist()
     content_start_token = content_first if content_start < end else last + 1
     content_end_token = content_last + 1 if content_start < content_end else content_start_token
     return AnswerSpan(first, content_start_token, content_end_token, last + 1)
@@ -135,21 +133,20 @@ def _find_in_row(
 _TokenTable: TypeAlias = tuple[list[bytes], np.ndarray]
 """Of each token, and in the last place of ids outside the vocabulary: the bytes that are searched, a space for a token
 that does not matter to the format; and their numbers, int64 (V + 1,)."""
-# By id, as tokenizers may compare equal or not hash at all: the state of a vocabulary and its tables. An entry goes
-# when its tokenizer goes, before the id can be another's.
-_tables: dict[int, tuple[Any, dict[AnswerFormat, _TokenTable]]] = {}
+# The state of a tokenizer's vocabulary, and its tables.
+_tables: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Any, dict[AnswerFormat, _TokenTable]]] = (
+    WeakKeyDictionary()
+)
 
 
 def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
     # Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's).
     size = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
     added = {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
-    key = id(tokenizer)
     state = (size, added)
-    if key not in _tables or _tables[key][0] != state:
-        weakref.finalize(tokenizer, _tables.pop, key, None)
-        _tables[key] = (state, {})
-    _, tables = _tables[key]
+    if tokenizer not in _tables or _tables[tokenizer][0] != state:
+        _tables[tokenizer] = (state, {})
+    _, tables = _tables[tokenizer]
     if answer not in tables:
         bytes_of = token_bytes(tokenizer, answer.markers)
         pieces = [b""] * (max(bytes_of, default=-1) + 2)

@@ -22,23 +22,6 @@ TOGETHER = 1024  # positions whose distribution over the vocabulary is held in f
 REMEDY = "pass a causal language model, such as AutoModelForCausalLM loads"
 
 
-def leaf_module(model: PreTrainedModel, leaf: str) -> Module:
-    """The module whose output is the activation: ``embeddings``, ``first``, ``middle`` or ``last``, with ``n`` decoder
-    blocks the hidden states 0, 1, n // 2 and n - 1, where 0 is the embeddings and k the output of block k. The model is
-    bare or wrapped (FSDP, PEFT). ValueError: it does not expose its blocks as ``get_decoder().layers``."""
-    if leaf == "embeddings":
-        return model.get_input_embeddings()
-    blocks = getattr(model.get_decoder(), "layers", None)
-    if blocks is None:
-        raise ValueError(
-            f"leaf={leaf!r} needs get_decoder().layers, {type(model).__name__} lacks it; use embeddings"
-        )
-    n = len(blocks)
-    k = {"first": 1, "middle": n // 2, "last": n - 1}[leaf]
-    # Of a single block the middle and the last are hidden states 0.
-    return model.get_input_embeddings() if k == 0 else blocks[k - 1]
-
-
 def has_adapter(model: Module) -> bool:
     """Whether it is a model of PEFT's whose adapter can be switched off."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from grail_advantage.model.hooks import at_head, capture_leaf, gradient_at, leaf_module
+from grail_advantage.model.hooks import at_head, capture_leaf, gradient_at
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -38,8 +38,21 @@ class MicroBatch(Protocol):
     module: Module
 
     def leaf(self, name: str) -> Module:
-        """The module whose output is an activation, see :func:`grail_advantage.model.hooks.leaf_module`."""
-        return leaf_module(self.module, name)
+        """The module whose output is the activation: ``embeddings``, ``first``, ``middle`` or ``last``, with ``n`` decoder
+        blocks the hidden states 0, 1, n // 2 and n - 1, where 0 is the embeddings and k the output of block k. The model
+        is bare or wrapped (FSDP, PEFT). ValueError: it does not expose its blocks as ``get_decoder().layers``."""
+        model: Any = self.module
+        if name == "embeddings":
+            return model.get_input_embeddings()
+        blocks = getattr(model.get_decoder(), "layers", None)
+        if blocks is None:
+            raise ValueError(
+                f"leaf={name!r} needs get_decoder().layers, {type(model).__name__} lacks it; use embeddings"
+            )
+        n = len(blocks)
+        k = {"first": 1, "middle": n // 2, "last": n - 1}[name]
+        # Of a single block the middle and the last are hidden states 0.
+        return model.get_input_embeddings() if k == 0 else blocks[k - 1]
 
     def forward(self) -> None:
         """Run the rows as a whole."""

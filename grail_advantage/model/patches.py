@@ -117,12 +117,11 @@ def reset_sharding(model: Module) -> None:
         elif isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            handle = module._handle
             module.training_state = TrainingState.IDLE
-            module._handle._training_state = HandleTrainingState.IDLE
-            if module._handle.uses_sharded_strategy and not module._handle.is_sharded(
-                module._handle.flat_param
-            ):
-                _reshard(module, module._handle, True)
+            handle._training_state = HandleTrainingState.IDLE
+            if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+                _reshard(module, handle, True)
 
 
 # Of a block: handles that PEFT takes off in the block's backward.

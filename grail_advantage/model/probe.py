@@ -63,12 +63,11 @@ def probe(model: Module, run: Run, rows: Sequence[Tensor]) -> Finding:
     collective. ``rows``: from :func:`probe_rows`."""
     first = rows[0]
     longest = rows[1]
-    last = rows[-1]
     with _without_a_trace(model):
         limit = limit_of(lambda: run([first]))
         # The short ones first: transformers' dynamic rotary embedding keeps the frequencies of an earlier long row.
         first_alone = run([first])[0]
-        last_alone = run([last])[0]
+        last_alone = run([rows[-1]])[0]
         together = run(rows)
         states = _random_states(model)
         longest_alone = run([longest])[0]

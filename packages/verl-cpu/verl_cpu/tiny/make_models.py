@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -45,39 +45,6 @@ Row = tuple[list[int], list[int]]
 IGNORED = -100
 
 
-def fine_tune(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    batches: Iterable[list[Row]],
-    learning_rate: Callable[[int], float],
-) -> Iterator[tuple[int, float]]:
-    """Train ``model`` in place by AdamW, a batch a step, and yield each step's number, from 1 on, and its loss. The
-    batches may be made while it trains; ``learning_rate`` is of a step, by its number."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    for step, rows in enumerate(batches, start=1):
-        model.train()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        ids = [torch.tensor(prompt + response) for prompt, response in rows]
-        labels = [torch.tensor([IGNORED] * len(prompt) + response) for prompt, response in rows]
-        ids_BL = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
-        labels_BL = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
-        # Right padding needs no attention mask: a causal model's real tokens never look at it.
-        logits_BLV = model(input_ids=ids_BL.to(model.device)).logits[:, :-1]
-        # The mean over the responses' tokens.
-        loss = F.cross_entropy(
-            logits_BLV.flatten(0, 1).float(),
-            labels_BL[:, 1:].flatten().to(model.device),
-            ignore_index=IGNORED,
-        )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        model.eval()
-        yield step, loss.item()
-
-
 @dataclass(frozen=True)
 class WarmUpSettings:
     """Supervised training of the tiny model; the defaults take one to two minutes on two cores."""
@@ -100,6 +67,63 @@ class WarmUpSettings:
         return self.learning_rate * (min(1.0, 16 * step / self.steps) * cosine)
 
 
+@dataclass(frozen=True)
+class AgentSettings:
+    """Supervised training on conversations with mistakes."""
+
+    # Probability that a step's result is incorrect: any other one, all equally likely.
+    error_rate: float = 0.35
+    # Probability, before each step, that the model stops there and boxes the value so far.
+    stop_rate: float = 0.06
+    extra_rate: float = 0.3  # probability of a call after the last step
+    batch_size: int = 32
+    learning_rate: float = 2e-3
+    steps: int = 200
+    train_size: int = shipped.TRAIN
+    held_out: int = shipped.HELD_OUT
+    seed: int = 0
+
+    def learning_rate_of(self, step: int) -> float:
+        """Returns the learning rate of a step in the same way; it rises over 20 steps, and falls to a tenth."""
+        return self.learning_rate * min(1.0, step / 20) * (1.1 - step / self.steps)
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    train: list[Problem],
+    row_of: Callable[[Problem], Row],
+    rng: random.Random,
+    settings: WarmUpSettings | AgentSettings,
+) -> Iterator[tuple[int, float]]:
+    """Train ``model`` in place by AdamW, a batch of problems a step, and yield each step's number, from 1 on, and its
+    loss. ``row_of`` writes a problem's solution, as often as it is drawn."""
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(1, settings.steps + 1):
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate_of(step)
+        rows = list(map(row_of, rng.choices(train, k=settings.batch_size)))
+        ids = [torch.tensor(prompt + response) for prompt, response in rows]
+        labels = [torch.tensor([IGNORED] * len(prompt) + response) for prompt, response in rows]
+        ids_BL = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+        labels_BL = pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+        # Right padding needs no attention mask: a causal model's real tokens never look at it.
+        logits_BLV = model(input_ids=ids_BL.to(model.device)).logits[:, :-1]
+        # The mean over the responses' tokens.
+        loss = F.cross_entropy(
+            logits_BLV.flatten(0, 1).float(),
+            labels_BL[:, 1:].flatten().to(model.device),
+            ignore_index=IGNORED,
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        model.eval()
+        yield step, loss.item()
+
+
 def warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
@@ -120,9 +144,7 @@ def warm_up(
         return prompt_ids(tokenizer, problem), [*response, tokenizer.eos_token_id]
 
     judged = partial(judge, model, tokenizer, validation, max_new_tokens=max_new_tokens)
-    chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
-    batches = (list(map(written, problems)) for problems in chosen)
-    for step, loss in fine_tune(model, tokenizer, batches, settings.learning_rate_of):
+    for step, loss in fine_tune(model, tokenizer, train, written, rng, settings):
         # The last step is judged in any case: its figures are returned.
         if step != settings.steps and step % settings.evaluate_every:
             continue
@@ -141,23 +163,6 @@ def warm_up(
         "sampled_accuracy": sampled,
         "seconds": seconds,
     }
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """Supervised training on conversations with mistakes."""
-
-    # Probability that a step's result is incorrect: any other one, all equally likely.
-    error_rate: float = 0.35
-    # Probability, before each step, that the model stops there and boxes the value so far.
-    stop_rate: float = 0.06
-    extra_rate: float = 0.3  # probability of a call after the last step
-    batch_size: int = 32
-    learning_rate: float = 2e-3
-    steps: int = 200
-    train_size: int = shipped.TRAIN
-    held_out: int = shipped.HELD_OUT
-    seed: int = 0
 
 
 def demonstrate(
@@ -189,8 +194,12 @@ def ship(
     """Write a model's weights, rounded to bfloat16, with the record of how they were made and what is measured of
     them."""
     model.to(torch.bfloat16).save_pretrained(folder)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    record = {"settings": asdict(settings), **versions, **trained}
+    record = {
+        "settings": asdict(settings),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **trained,
+    }
     # Measured as it is shipped, by weights that were rounded.
     rounded = model.float().eval()
     record["greedy"] = measured(rounded, temperature=0.0)
@@ -262,13 +271,7 @@ def make_agent(folder: Path = shipped.AGENT_FOLDER) -> None:
             rest += [] if reply is None else shipped.reply_ids(tokenizer, reply)
         return prompt_ids(tokenizer, problem), rest
 
-    def learning_rate(step: int) -> float:
-        # It rises over 20 steps, and falls to a tenth.
-        return settings.learning_rate * min(1.0, step / 20) * (1.1 - step / settings.steps)
-
-    chosen = (rng.choices(train, k=settings.batch_size) for _ in range(settings.steps))
-    batches = (list(map(shown, problems)) for problems in chosen)
-    *_, (_, loss) = fine_tune(model, tokenizer, batches, learning_rate)
+    *_, (_, loss) = fine_tune(model, tokenizer, train, shown, rng, settings)
     ship(model, folder, settings, partial(measure, tokenizer=tokenizer, chosen=held_out), loss=loss)
 
 

@@ -67,11 +67,12 @@ def sample(
             past_key_values=cache,
             logits_to_keep=1,
         ).logits[:, -1]
-        if token == 0 and copies > 1:  # the copies of a prompt begin with one reading of it
+        if token == 0:  # the copies of a prompt begin with one reading of it
             cache.batch_repeat_interleave(copies)
-            logits_BV = logits_BV.repeat_interleave(copies, dim=0)
-            mask_BL = mask_BL.repeat_interleave(copies, dim=0)
-            positions_BL = positions_BL.repeat_interleave(copies, dim=0)
+            logits_BV, mask_BL, positions_BL = (
+                values.repeat_interleave(copies, dim=0)
+                for values in (logits_BV, mask_BL, positions_BL)
+            )
         if top_k:
             least_B1 = logits_BV.topk(min(top_k, logits_BV.shape[1])).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
