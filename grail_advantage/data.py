@@ -64,9 +64,8 @@ def token_mean(values: Tensor, mask: Tensor) -> float:
 def runs(marked: np.ndarray) -> list[tuple[int, int]]:
     """Give the half-open ranges of marked tokens (T,). Those that the model wrote make its turns."""
     # Of [0, 1, 1, 0, 1] the edges are 1, 3, 4, 5, and so the ranges (1, 3) and (4, 5).
-    edges = (
-        np.diff(np.asarray(marked, dtype=bool), prepend=False, append=False).nonzero()[0].tolist()
-    )
+    changes = np.diff(np.asarray(marked, dtype=bool), prepend=False, append=False)
+    edges = np.flatnonzero(changes).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 

@@ -58,7 +58,6 @@ _Read = TypeVar("_Read")
 INT = pa.int64()
 TEXT = pa.string()
 INTS = pa.list_(INT)
-TEXTS = pa.list_(TEXT)
 FLOATS = pa.list_(pa.float32())
 # The columns of floats, one a token; null where a run does not have them.
 COLUMNS = (
@@ -88,7 +87,7 @@ SCHEMA = pa.schema(  # the columns of ``step_000123.parquet``
         "reward": pa.float64(),
         "truncated": pa.bool_(),
         **dict.fromkeys(("span", "prompt_ids", "token_ids"), INTS),
-        "tokens": TEXTS,
+        "tokens": pa.list_(TEXT),
         "mask": pa.list_(pa.bool_()),
         **dict.fromkeys(COLUMNS, FLOATS),
         "methods": pa.list_(pa.struct(OF_METHOD)),
@@ -176,8 +175,7 @@ def write_step(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
     place of a file of the same step and update; returns the file. KeyError for a column that is missing, ValueError for
     one of another type or with more or fewer values than tokens, OSError of the disk."""
     for name in ("update", "step"):
-        number = pa.scalar(getattr(header, name), INT)
-        table = table.add_column(0, name, pa.repeat(number, len(table)))
+        table = table.append_column(name, pa.repeat(getattr(header, name), len(table)))
     return _write(folder, "step", asdict(header), table, SCHEMA, "tokens")
 
 
@@ -281,10 +279,10 @@ def _path(folder: Path, kind: str, step: int, update: int) -> Path:
 def _files(folder: Path, kind: str) -> list[tuple[int, int, Path]]:
     """Give step, update and path of each file of a kind, in order; none where there is no folder."""
     # So many digits fit into int64, the type of the columns.
-    name = re.compile(rf"{kind}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet", re.ASCII)
+    name = rf"{kind}_([0-9]{{1,15}})(?:_update_([0-9]{{1,9}}))?\.parquet"
     files = []
     for path in Path(folder).glob("*.parquet"):
-        if match := name.fullmatch(path.name):
+        if match := re.fullmatch(name, path.name):
             files.append((int(match[1]), int(match[2] or 0), path))
     return sorted(files)
 
@@ -316,9 +314,9 @@ class DumpRow(SimpleNamespace):
 class DumpFile:
     """The file has the responses of one update."""
 
-    path: Path
     step: int
     update: int
+    path: Path
     problems: list[str]  # of the folder: what could not be read, each with its file, named once
 
     @property
@@ -331,12 +329,11 @@ class DumpFile:
     def table(self, columns: Iterable[str] = ALL, limit: int | None = None) -> pa.Table:
         """Give the responses, or the first ``limit``; none where the file is damaged, which ``problems`` names then."""
         names = list(columns)
-        names_written = [name for name in names if name in SCHEMA.names]
         names_received = [name for name in names if name not in SCHEMA.names]
         if not names_received:
             return _read(self.path, "step", names, self.problems, limit)
         # ``key`` joins the two files, and ``mask`` says how many tokens each response has.
-        names_written = list(dict.fromkeys([*names_written, "key", "mask"]))
+        names_written = [name for name in SCHEMA.names if name in {*names, "key", "mask"}]
         table = _read(self.path, "step", names_written, self.problems, limit)
         path = _path(self.path.parent, "received", self.step, self.update)
         received = RECEIVED_SCHEMA.empty_table()
@@ -355,11 +352,9 @@ class DumpFile:
 
     def rows(self, columns: Iterable[str] = ALL) -> Iterator[DumpRow]:
         """Give the responses, one at a time."""
-        table = self.table(columns)
-        unread = dict.fromkeys(ALL, pa.scalar(None))
+        table = _with_nulls(self.table(columns), ALL)
         for index in range(len(table)):
-            scalars = {name: table[name][index] for name in table.column_names}
-            yield _row(unread | scalars)
+            yield _row({name: table[name][index] for name in ALL})
 
 
 @dataclass
@@ -405,9 +400,7 @@ def read_dump(folder: Path | str) -> TokenDump:
     """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``, and logged."""
     folder = Path(folder)
     problems: list[str] = []
-    files = [
-        DumpFile(path, step, update, problems) for step, update, path in _files(folder, "step")
-    ]
+    files = [DumpFile(*entry, problems) for entry in _files(folder, "step")]
     if not files:
         problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
     return TokenDump(folder, files, problems)
@@ -478,10 +471,10 @@ def _read(
 
 def _row(scalars: Mapping[str, pa.Scalar]) -> DumpRow:
     """Give a response, or a method's entry in it, of the values of its columns."""
-    row = DumpRow()
-    for name, scalar in scalars.items():
-        setattr(row, f"{name}{_SUFFIXES.get(name, '')}", _value(name, scalar))
-    return row
+    values = {
+        f"{name}{_SUFFIXES.get(name, '')}": _value(name, scalar) for name, scalar in scalars.items()
+    }
+    return DumpRow(**values)
 
 
 def _value(name: str, scalar: pa.Scalar) -> Any:
@@ -619,8 +612,14 @@ class StepDump(Unstopped):
         """Write the chosen responses, of a batch of ``rows_in_step`` without those that only fill it up."""
         with self.attempt():
             table = pa.concat_tables([table_of(part, self._texts) for part in parts])
-            facts = {"step": step, "update": update, "rows_in_step": rows_in_step, **self._facts}
-            header = header_of(parts[0], self._texts, **facts)
+            header = header_of(
+                parts[0],
+                self._texts,
+                step=step,
+                update=update,
+                rows_in_step=rows_in_step,
+                **self._facts,
+            )
             self._in_time(lambda: write_step(self.path, header, table))
 
     def write_received(self, header: Mapping[str, Any], table: pa.Table) -> None:
@@ -655,14 +654,14 @@ def header_of(weighed: Weighed, texts: TokenTexts, **facts: Any) -> DumpHeader:
 
 
 def table_of(
-    weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighed] | None = None
+    weighed: Weighed, texts: TokenTexts, by_method: Mapping[str, Weighed] = {}
 ) -> pa.Table:
     """Give the responses as :func:`write_step` takes them, by the texts of the run's tokenizer. ``by_method``: what
     several methods made of the same responses, by name. No other function makes such rows."""
     r = weighed.rollouts
     nothing = [None] * len(r)
     ids = [response.numpy() for response in r.responses]
-    tokens = [texts(token_ids) for token_ids in ids]
+    tokens = list(map(texts, ids))
     spans = r.spans(weighed.method.span)
 
     def per_response(values: Tensor) -> list[np.ndarray]:
@@ -670,7 +669,7 @@ def table_of(
         return [row[: len(token_ids)] for row, token_ids in zip(values.numpy(), ids, strict=True)]
 
     columns_of_methods = []
-    for name, entry in (by_method or {}).items():
+    for name, entry in by_method.items():
         # In the order of OF_METHOD. A method that gives weights has no advantages of its own.
         columns = (
             [as_utf8(name)] * len(r),
@@ -774,7 +773,7 @@ class MetricsFile(Unstopped):
         data: dict[str, float | None] = {}
         for name, value in figures.items():
             if isinstance(value, Real):
-                data[str(name)] = float(value) if math.isfinite(value) else None
+                data[name] = float(value) if math.isfinite(value) else None
         self.write(json.dumps({"step": step, "data": data}).encode() + b"\n")
 
     def write(self, line: bytes) -> None:

@@ -60,8 +60,13 @@ def main(argv: list[str] | None = None) -> int:
             path = args.output or run.folder / "methods.pdf"
             write_figure(run, args.step, args.row, path, args.width)
         else:
-            limits = {"rollouts": args.rollouts, "megabytes": args.megabytes}
-            path = write_report(args.run, args.output, against=args.against, **limits)
+            path = write_report(
+                args.run,
+                args.output,
+                against=args.against,
+                rollouts=args.rollouts,
+                megabytes=args.megabytes,
+            )
         say(str(path.resolve()))
     except ModuleNotFoundError as error:
         extra = "figures" if str(error.name).startswith("matplotlib") else "report"

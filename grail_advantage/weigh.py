@@ -191,13 +191,9 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
     response's weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on
     every token."""
     answer = method.answer_weights()
-    compared = r.mask
-    weighed = r.mask  # tokens whose weight comes from their score
-    needed = r.mask  # tokens whose score must be finite
-    if method.statistics == "reasoning":
-        compared = r.mask & r.reasoning
-        weighed = compared
-        needed = compared
+    compared = r.mask & r.reasoning if method.statistics == "reasoning" else r.mask
+    weighed = compared  # tokens whose weight comes from their score
+    needed = compared  # tokens whose score must be finite
     if answer is not None:
         weighed = r.mask & r.reasoning
         needed = r.mask
@@ -215,7 +211,7 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
     elif method.control == "answer":
         mapped = Weights(torch.ones_like(scores))
 
-    w = torch.where(by_score, mapped.values, torch.ones_like(scores))
+    w = torch.where(by_score, mapped.values, 1.0)
     shares_mass = needed  # tokens whose weights sum to their number with normalize_mass
     if answer is not None:
         # Answers outside the gate have their weights without scores, where the method says so.

@@ -70,7 +70,7 @@ def _record(row: DumpRow) -> dict[str, Any]:
     for name, value in vars(row).items():
         if isinstance(value, str):
             value = as_utf8(value)
-        elif isinstance(value, list):
+        elif name == "tokens":
             value = list(map(as_utf8, value))
         record[name.removesuffix("_T")] = value
     return record

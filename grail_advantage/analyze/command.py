@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import runpy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ import torch
 from grail_advantage.analyze.lines import Response, read_responses
 from grail_advantage.analyze.methods import methods_for
 from grail_advantage.analyze.models import (
-    ANOTHER,
     check_fits,
     check_options,
     digest,
@@ -36,7 +34,7 @@ from grail_advantage.analyze.tokens import labels_of, tokenize, with_messages
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, found_elsewhere, is_low
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.api import MOST_UNKNOWN, PlainHost
+from grail_advantage.api import PlainHost
 from grail_advantage.data import (
     OF_POLICY,
     OLD_LOG_PROBS,
@@ -141,7 +139,7 @@ def analyze(
     answer: AnswerFormat = BOXED,
     later: tuple[str, Callable[[], PreTrainedModel]] | None = None,
     reference: tuple[str, Callable[[], PreTrainedModel]] | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] = {},
 ) -> list[str]:
     """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that
     say what there is.
@@ -174,11 +172,10 @@ def analyze(
         "after": later and later[0],
         "reference": reference and reference[0],
         "temperature": temperature,
-        **(provenance or {}),
+        **provenance,
         "responses": digest(json.dumps([values, list(map(repr, responses))])),
     }
-    # As the file gives it back, with lists for tuples, to be compared with that.
-    record = _record_for(folder, json.loads(json.dumps(about)))
+    record = _record_for(folder, about)
     texts = TokenTexts(tokenizer)
     rollouts = _rollouts(responses, values, chosen, tokenizer, texts, answer)
     answered = len(rollouts) - rollouts.spans("last").count(None)
@@ -200,6 +197,9 @@ def analyze(
     }
     # No model is loaded for an analysis that is complete.
     if parts:
+        # Not above: who reads the record of an analysis does not need it.
+        from transformers import set_seed
+
         loaded = load()
         # Before the first file, so that responses of another model leave no folder behind.
         check_fits(loaded, rollouts)
@@ -216,18 +216,17 @@ def analyze(
         if later and later_model:
             later_columns = host(later_model, r).columns((OLD_LOG_PROBS,))
             effect_BT = later_columns[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]
-            effects = []
-            for key, effect_T, ids in zip(r.keys, effect_BT, r.responses, strict=True):
-                effects.append({"key": key, "effect": effect_T[: len(ids)].numpy()})
+            effects = [
+                {"key": key, "effect": effect_T[: len(ids)].numpy()}
+                for key, effect_T, ids in zip(r.keys, effect_BT, r.responses, strict=True)
+            ]
             table = pa.Table.from_pylist(effects, schema=RECEIVED_SCHEMA)
             write_received(folder, {"step": number, "models": [model, later[0]]}, table)
         r = replace(r, columns=columns)
         weighed = {}
         for name, method in chosen.items():
-            # A method may draw from any of the three; a file that is written again has the same numbers.
-            random.seed(number)
-            np.random.seed(number)
-            torch.manual_seed(number)
+            # A method may draw random numbers; a file that is written again has the same ones.
+            set_seed(number)
             # Copies, so that a method that writes into its tensors changes nothing for the next; without the labels.
             copies = replace(r.part(range(len(r))), tokenizer=tokenizer, facts={})
             try:
@@ -377,17 +376,8 @@ def _rollouts(
     texts: TokenTexts,
     answer: AnswerFormat,
 ) -> Rollouts:
-    """Give the responses in token space, with their labels; ValueError for ids that the tokenizer does not have."""
+    """Give the responses in token space, with their labels."""
     prompts, prompt_ids, ids = zip(*(tokenize(row, tokenizer) for row in responses), strict=True)
-    # Once: a large vocabulary takes a while to count.
-    vocabulary = len(tokenizer)
-    unknown = [sum(token >= vocabulary for token in ids_T) for ids_T in ids]
-    if sum(unknown) > MOST_UNKNOWN * sum(map(len, ids)):
-        first = next(row for row, count in zip(responses, unknown, strict=True) if count)
-        raise ValueError(
-            f"{first.id}: token id {max(first.response)} is not in the tokenizer's vocabulary of {vocabulary}, as many in "
-            f"the file; {ANOTHER}"
-        )
     lengths_B1 = torch.tensor([[len(ids_T)] for ids_T in ids])
     rewards = [row.reward for row in responses]
     names = [row.id for row in responses]
@@ -395,12 +385,9 @@ def _rollouts(
     groups = [f"prompt {row.prompt!r}" if row.group is None else row.group for row in responses]
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     field_names = {name for method in chosen.values() for name in method.field_names}
-    labels = []
-    for row, ids_T in zip(responses, ids, strict=True):
-        label = labels_of(row, ids_T, tokenizer, texts)
-        if row.columns.get("values"):
-            label["values"] = row.columns["values"]
-        labels.append(label)
+    labels = [
+        labels_of(row, ids_T, tokenizer, texts) for row, ids_T in zip(responses, ids, strict=True)
+    ]
     r = Rollouts(
         prompts=list(map(torch.tensor, prompt_ids)),
         responses=[torch.tensor(ids_T, dtype=torch.int64) for ids_T in ids],

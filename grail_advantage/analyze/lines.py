@@ -159,9 +159,7 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
             f"needs a response, a text or token ids, or steps, texts; its keys are {list(record)}"
         )
     template = record.get("chat_template_kwargs")
-    if template is None:
-        template = {}
-    if not isinstance(template, dict):
+    if not isinstance(template, dict | None):
         raise ValueError(
             f"chat_template_kwargs={str(template)[:40]!r} must be an object, the chat template's options"
         )
@@ -174,6 +172,9 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
         isinstance(reward, int | float) and abs(reward) <= sys.float_info.max
     ):
         raise ValueError(f"reward={str(reward)[:40]!r} must be a finite number")
+    options = dict(template or {})
+    if tools:
+        options["tools"] = tools
     error = record.get("error")
     group = record.get("group")
     row = Response(
@@ -186,7 +187,7 @@ def _response(record: Mapping[str, Any], number: int) -> Response:
         ground_truth=record.get("ground_truth"),
         reward=None if reward is None else float(reward),
         group=None if group is None else str(group),
-        template={**template, "tools": tools} if tools else template,
+        template=options,
         columns={name: value for name, value in record.items() if name not in KEYS},
         decoded=decoded,
     )
@@ -204,11 +205,11 @@ def label_ranges(row: Response, text: str) -> tuple[Ranges, Ranges]:
     error = row.error
     if error is None:
         return steps, []
+    # By type(): JSON's true is no number.
     if type(error) is int and 0 <= error < len(steps):
         return steps, [steps[error]]
-    if isinstance(error, tuple) and list(map(type, error)) == [int, int]:
-        start, end = error
-        if 0 <= start < end <= len(text):
+    match error:
+        case [start, end] if type(start) is type(end) is int and 0 <= start < end <= len(text):
             return steps, [error]
     raise ValueError(
         f"error={error!r:.40} is no step (0 to {len(steps) - 1}) and no range [start, end] of the text"

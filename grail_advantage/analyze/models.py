@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grail_advantage.answers.tokenizers import load_tokenizer
+from grail_advantage.api import MOST_UNKNOWN
 from grail_advantage.data import Rollouts
 from grail_advantage.text_io import why
 
@@ -57,16 +58,12 @@ def _load_packaged(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 def files_digest(name: str) -> str | None:
     """Tell whether the files of a model's folder, or a file, have changed: the digest is of their names, sizes and
     times. It is ``None`` for a name on the hub or a packaged model."""
-    path = Path(name)
-    if not path.exists():
-        return None
-    paths = path.rglob("*") if path.is_dir() else [path]
-    files = sorted(file for file in paths if file.is_file())
+    paths = [Path(name), *Path(name).rglob("*")]
     facts = []
-    for file in files:
+    for file in sorted(filter(Path.is_file, paths)):
         status = file.stat()
         facts.append((file.name, status.st_size, status.st_mtime_ns))
-    return digest(repr(facts))
+    return digest(repr(facts)) if facts else None
 
 
 def digest(text: str) -> str:
@@ -89,21 +86,25 @@ def check_options(temperature: float, tokens: int, device: str) -> None:
     # Torch's, of a name or of a device that is not there
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"--device {device} cannot be used here ({why(Exception(str(error)))}); use cpu"
+            f"--device {device} cannot be used here ({why(error)}); use cpu"
         ) from error
     if values.is_meta:
         raise ValueError(f"--device {device} computes nothing; use cpu")
 
 
 def check_fits(model: PreTrainedModel, r: Rollouts) -> None:
-    """Raise ValueError, naming a response, for token ids or a length that the model does not have."""
+    """Raise ValueError, naming a response, for a length or token ids that the model does not have, or many ids that its
+    tokenizer does not have."""
     vocabulary = model.get_input_embeddings().num_embeddings
+    # Embeddings are often padded, so that a model may write an id now and then that is no token.
+    if (r.tokens >= len(r.tokenizer)).sum() > MOST_UNKNOWN * r.mask.sum():
+        vocabulary = len(r.tokenizer)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     for key, prompt, response in zip(r.keys, r.prompts, r.responses, strict=True):
         row = torch.cat([prompt, response])
         if int(row.max()) >= vocabulary:
             raise ValueError(
-                f"{key}: token id {int(row.max())} is not one of the model's {vocabulary}; {ANOTHER}"
+                f"{key}: token id {int(row.max())} is not one of the {vocabulary} of the model and its tokenizer; {ANOTHER}"
             )
         if len(row) > positions:
             raise ValueError(

@@ -55,7 +55,7 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase) -> tuple[str, li
         raise ValueError(f"{row.id}: its prompt has no token; give a prompt of at least one")
     if not isinstance(row.response, str):
         return prompt, prompt_P, list(row.response)
-    ids = list(tokenizer.encode(row.response, add_special_tokens=False))
+    ids = tokenizer.encode(row.response, add_special_tokens=False)
     if row.labelled and tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     return prompt, prompt_P, ids
@@ -102,13 +102,16 @@ def _put_in_front(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def labels_of(
     row: Response, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, texts: TokenTexts
 ) -> dict[str, Any]:
-    """Give a labelled response's ``steps`` and ``wrong_step`` as ranges of its tokens ``ids``; ``{}`` for another one.
+    """Give a response's ``values``, and a labelled one's ``steps`` and ``wrong_step`` as ranges of its tokens ``ids``.
 
     The tokens' texts are not always the response's: SentencePiece puts a space in front, decoding takes spaces out, a
     normalizer writes other characters, a special token in the text has none.
     """
+    labels: dict[str, Any] = {}
+    if row.columns.get("values"):
+        labels["values"] = row.columns["values"]
     if not row.labelled:
-        return {}
+        return labels
     is_text = isinstance(row.response, str)
     text = str(row.response) if is_text else tokenizer.decode(ids, skip_special_tokens=True)
     steps, error = label_ranges(row, text)
@@ -118,7 +121,7 @@ def labels_of(
         spans = _spans_of_tokenizer(text, ids, tokenizer, texts)
     pieces = texts(ids) if spans is None else [text[start:end] for start, end in spans]
     ranges = [list(bounds) for bounds in token_ranges([*steps, *error], pieces, spans)]
-    labels: dict[str, Any] = {"steps": ranges[: len(steps)]}
+    labels["steps"] = ranges[: len(steps)]
     if error:
         labels["wrong_step"] = ranges[-1]
     return labels

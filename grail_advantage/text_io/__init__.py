@@ -137,12 +137,10 @@ def complain(command: str, *lines: str) -> None:
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], right: int | None = None
+    head: Sequence[str], rows: Iterable[Sequence[object]], right: float = math.inf
 ) -> list[str]:
     """Lines of a Markdown table; columns from ``right`` on are set flush right."""
-    rule = [
-        "--:" if right is not None and column >= right else "---" for column in range(len(head))
-    ]
+    rule = ["--:" if column >= right else "---" for column in range(len(head))]
     cells = [
         [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]
     ]

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from grail_advantage.dump import DumpHeader, write_whole
 from grail_advantage.text_io import visible
 from grail_advantage.view.page import range_of
-from grail_advantage.view.profile import by_method, flat, gave_advantages
+from grail_advantage.view.profile import by_method, flat
 from grail_advantage.view.run import Run
 
 COLOURS = LinearSegmentedColormap.from_list(
@@ -69,11 +69,10 @@ def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHead
     places = [place for place, response in enumerate(rows) if row in (None, response["row"])]
     header = files[0].header if places else None
     if header is None:
-        listed = ""
-        if rows:
-            listed = f", and of that step responses {[response['row'] for response in rows]}"
+        listed = [response["row"] for response in rows]
         raise ValueError(
-            f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}{listed}"
+            f"{run.folder} has no response of --step {step} --row {row}; it has steps {run.dump.steps}, and of that step "
+            f"responses {listed}"
         )
     # False comes before True: the first with scores, else the first.
     place = min(places, key=lambda place: rows[place]["no_scores"] is not None)
@@ -83,12 +82,11 @@ def find_response(run: Run, step: int | None, row: int | None) -> tuple[DumpHead
 def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     """The figure; see :func:`write_figure`. Lengths are points, 1/72 inch."""
     (row,) = table.to_pylist()
-    methods = by_method(header, table)
-    signed = gave_advantages(header, table)
+    methods, signed = by_method(header, table)
     strips = {}
     for method, rows in methods.items():
-        values = flat(rows["advantage" if method in signed else "weight"])[0]
-        strips[method] = np.where(row["mask"] & np.isfinite(values), values, np.nan).astype("f8")
+        values, _ = flat(rows["advantage" if method in signed else "weight"])
+        strips[method] = np.where(row["mask"] & np.isfinite(values), values, np.nan)
     name = "advantage" if next(iter(methods)) in signed else "weight"
     indent = 2 * _MARGIN + 4 * max(map(len, strips))
     columns = int((72 * width - indent - _MARGIN) / _CELL)
@@ -118,12 +116,12 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 72 * width), ylim=(high, 0))
     axes.axis("off")
 
-    pieces = []  # token, left, right, top
+    pieces = []  # token, left, width, top
     for number, line in enumerate(lines):
         top = _MARGIN + block * number
         for token, start, text in line:
             x = indent + _CELL * start
-            pieces.append((token, x, x + _CELL * len(text), top))
+            pieces.append((token, x, _CELL * len(text), top))
             trains = row["mask"][token] and row["tokens"][token]
             axes.text(
                 x,
@@ -140,10 +138,9 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
 
     norm: Normalize = LogNorm(1 / 4, 4, clip=True)
     if name == "advantage":
-        largest = max(float(np.nanmax(np.abs(values_T), initial=0)) for values_T in strips.values())
-        limit = largest or 1.0
+        limit = np.nanmax(np.abs(list(strips.values())), initial=0) or 1.0
         norm = Normalize(-limit, limit, clip=True)
-    tokens, starts, ends, tops = (np.array(column) for column in zip(*pieces, strict=True))
+    tokens, starts, widths, tops = (np.array(column) for column in zip(*pieces, strict=True))
     bars = partial(axes.bar, align="edge", linewidth=0)
     for place, values_T in enumerate(strips.values()):
         colours = COLOURS(norm(np.ma.masked_invalid(values_T[tokens])))
@@ -151,7 +148,7 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
         bars(
             starts,
             _STRIP - 1,
-            ends - starts,
+            widths,
             bottom,
             color=colours,
             edgecolor="#c3c6cd",
@@ -171,8 +168,7 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
     ):
         marked_N = np.isin(tokens, list(marked))
         if marked_N.any():
-            widths = (ends - starts)[marked_N]
-            bars(starts[marked_N], 1.2, widths, tops[marked_N] + 9.5, color=colour)
+            bars(starts[marked_N], 1.2, widths[marked_N], tops[marked_N] + 9.5, color=colour)
             bars(x + 100, 5, 12, high - 16, color=colour)
             axes.text(x + 115, high - 11, label)
             x += 24 + 4 * len(label)

@@ -15,11 +15,11 @@ import json
 import logging
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,14 @@ from grail_advantage.effect import moved_with_advantage
 from grail_advantage.metrics import CHANGE
 from grail_advantage.text_io import visible, why
 from grail_advantage.view import MEGABYTES, ROLLOUTS
-from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, gave_advantages, profiles
+from grail_advantage.view.profile import BINS, NEEDED, by_method, flat, profiles
 from grail_advantage.view.receipt import run_receipts
 from grail_advantage.view.run import Run, open_run
 
 logger = logging.getLogger(__name__)
 LONGEST_NAME = 255  # bytes of a file's name
 _BYTES = 15  # a rollout's in a page, for each token, in about
-_VALUES = ("base_advantage", "entropy", "received", "clipped", "effect")
+_VALUES = ("mask", "base_advantage", "entropy", "received", "clipped", "effect")
 _FACTS = (
     "step",
     "update",
@@ -54,11 +54,10 @@ _FACTS = (
     "answer",
     "truncated",
     "span",
+    "no_scores",
 )
-_READ = (*_FACTS, "no_scores", "labels", "token_ids", "tokens", "updates")
+_READ = (*_FACTS, "labels", "token_ids", "tokens", "updates", "base_advantage")
 _OF_ALL = ("group", "outcome", "effect", *NEEDED)
-_MORE = ("score", "old_log_prob", "rollout_log_probs", "by_update")
-_OF_ROLLOUTS = tuple(dict.fromkeys((*_OF_ALL, *_READ, *_VALUES, *_MORE)))
 OUTCOMES = {"right": "correct", "wrong": "incorrect"}
 CURVES = {
     "Held-out accuracy": r"val-core/.+/acc/mean@\d+",
@@ -95,13 +94,11 @@ def write_report(
     if rollouts < 1 or not megabytes >= 1:
         raise ValueError(f"--rollouts {rollouts} and --megabytes {megabytes:g} must be at least 1")
     runs = [open_run(run) for run in (folder, *against)]
-    for run in (opened for opened in runs if not opened.dump.files):
-        logger.warning(
-            "%s: no step was dumped, so that the report has its curves alone",
-            visible(str(run.folder)),
-        )
-    name = _file_name([str(run.folder.resolve()) for run in runs[1:]])
-    path = Path(output or runs[0].folder / name)
+    for run in runs:
+        if not run.dump.files:
+            message = "%s: no step was dumped, so that the report has its curves alone"
+            logger.warning(message, visible(str(run.folder)))
+    path = Path(output or runs[0].folder / _file_name([run.folder.resolve() for run in runs[1:]]))
     page = render(runs, rollouts, megabytes)
     try:
         write_whole(path, page)
@@ -112,14 +109,15 @@ def write_report(
     return path
 
 
-def _file_name(folders: Sequence[str]) -> str:
+def _file_name(folders: Sequence[Path]) -> str:
     """The name of a report against runs in these folders: with their names, or their number where that is too long."""
     if not folders:
         return "report.html"
-    name = f"report_against_{'_'.join(os.path.basename(folder) for folder in folders)}.html"
+    name = f"report_against_{'_'.join(folder.name for folder in folders)}.html"
     if len(os.fsencode(name)) <= LONGEST_NAME:
         return name
-    return f"report_against_{len(folders)}_runs_{hashlib.sha256(repr(folders).encode()).hexdigest()[:8]}.html"
+    digest = hashlib.sha256(repr(list(map(str, folders))).encode()).hexdigest()
+    return f"report_against_{len(folders)}_runs_{digest[:8]}.html"
 
 
 def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES) -> str:
@@ -136,18 +134,19 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         room_of_run = (room - held.size) / remaining
         of_run.read(held, rollouts_of_run, room_of_run)
     compared = list(dict.fromkeys(name for row in held.rows for name in row["no_scores_of"] or ()))
-    methods = compared or [name for name, _ in wholes[0].places][:1] or ["weights"]
-    places = {
-        name: [line for of_run in wholes for line in of_run.lines(name if compared else None)]
-        for name in methods
-    }
+    methods = compared or [name for name, _ in wholes[0].means][:1] or ["weights"]
+    plots = []
+    for name in methods:
+        lines = [line for of_run in wholes for line in of_run.lines(name if compared else None)]
+        if lines:
+            plots.append({"title": name, "lines": lines})
     index = {
         "runs": [
             {"name": name, **of_run.index()} for name, of_run in zip(names, wholes, strict=True)
         ],
         "methods": methods,
         "curves": curves,
-        "profiles": [{"title": name, "lines": lines} for name, lines in places.items() if lines],
+        "profiles": plots,
         # All that the methods of the first run say of a token.
         "advantages": wholes[0].signed >= set(methods),
         "limits": _limits(held.samples),
@@ -167,8 +166,8 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     ]
     parts = {
         "POLICY": policy.format(*hashes),
-        # A folder's name that is no UTF-8 has halves of surrogate pairs.
-        "TITLE": html.escape(" against ".join(names).encode("utf-8", "replace").decode("utf-8")),
+        # A folder's name that is no UTF-8 has halves of surrogate pairs, which no file can hold.
+        "TITLE": html.escape(visible(" against ".join(names), breaks=False)),
         "INDEX": packed(_json(index)),
         "BLOCKS": "\n".join(blocks),
     }
@@ -187,18 +186,15 @@ class Held:
     # Values by overlay
     samples: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(
-        self, header: DumpHeader, table: pa.Table, run: int, signed: set[str], limit: float
-    ) -> bool:
+    def add(self, header: DumpHeader, table: pa.Table, run: int, limit: float) -> bool:
         """Take a group's rows, of run number ``run``, unless the page would become larger than ``limit`` bytes by it;
-        whether it did. ``signed``: the methods that give advantages."""
-        methods = by_method(header, table)
+        whether it did."""
+        methods, signed = by_method(header, table)
         first, of_first = next(iter(methods.items()))
         several = of_first is not table
         columns = self._columns(table, methods if several else {"": table})
         values_T, edges = flat(of_first["advantage" if first in signed else "weight"])
-        mask = flat(table["mask"])[0]
-        base, of_base = flat(table["base_advantage"])
+        mask, _ = flat(table["mask"])
         rows = []
         blocks = []
         for place, row in enumerate(table.select(_READ).to_pylist()):
@@ -210,9 +206,9 @@ class Held:
                 name: of_method["no_scores"][place].as_py() for name, of_method in methods.items()
             }
             # One advantage a response, which its first token has as well; null in a dump without it.
-            advantage = base[of_base[place] : of_base[place + 1]][:1].tolist()
+            advantage, *_ = row["base_advantage"] or [None]
             entry = {
-                **{name: row[name] for name in (*_FACTS, "no_scores")},
+                **{name: row[name] for name in _FACTS},
                 "run": run,
                 "group": self.groups,
                 "length": length,
@@ -221,7 +217,7 @@ class Held:
                 "values": values_of(labels, length),
                 "turns": turns(labels, length, header.options.get("align")),
                 "spread": float(f"{trained.std():.4g}") if len(trained) else None,
-                "advantage": float(f"{advantage[0]:.4g}") if advantage else None,
+                "advantage": advantage and float(f"{advantage:.4g}"),
                 "updates": None if row["updates"] is None else len(row["updates"]),
             }
             rows.append(entry)
@@ -274,9 +270,7 @@ class Held:
                     # A method without a score has none for any token.
                     scored = np.isfinite(scores) if len(scores) == len(values) else slice(0)
                     self._sample(f"scored {overlay}", values[scored])
-        columns["mask"] = json_arrays(*flat(table["mask"]))
-        steps = table["by_update"].combine_chunks().flatten()
-        inner = json_arrays(*flat(pa.chunked_array([steps])))
+        inner = json_arrays(*flat(pc.list_flatten(table["by_update"])))
         of_rows = pairwise(flat(table["by_update"])[1])
         columns["by_update"] = [
             f"[{','.join(map(str, inner[start:end]))}]" for start, end in of_rows
@@ -292,11 +286,11 @@ class Held:
 def json_arrays(values: np.ndarray, offsets: np.ndarray) -> list[str | None]:
     """Values of many responses, end to end, as JSON arrays of numbers with 4 significant digits, and ``null`` for what is
     not finite: a text a response, ``None`` where it has no values. ``offsets``: where each begins, and the end."""
-    # 0.0123456 has the exponent -2: times 10^5 it is 1235, which gives 0.01235.
-    safe = np.where(np.isfinite(values) & (values != 0), values, 1).astype(np.float64)
-    exponents = np.floor(np.log10(np.abs(safe)))
+    values = np.where(np.isfinite(values), values, np.nan).astype(np.float64)
+    # 0.0123456 has the exponent -2: times 10^5 it is 1235, which gives 0.01235. A 0 has none.
+    exponents = np.floor(np.log10(np.abs(np.where(values == 0, 1, values))))
     scale = 10.0 ** (3 - exponents)
-    rounded = np.where(np.isfinite(values), np.round(values * scale) / scale, np.nan)
+    rounded = np.round(values * scale) / scale
     # As float32, which arrow prints in as few digits as it needs.
     numbers = pa.array(rounded.astype(np.float32), from_pandas=True)
     words = pc.fill_null(numbers.cast(pa.string()), "null")
@@ -326,11 +320,10 @@ class Whole:
     run: Run
     number: int  # of the page's runs
     header: DumpHeader | None = None  # of the first file
-    places: dict[tuple[str, str], np.ndarray] = field(
-        default_factory=lambda: defaultdict(lambda: np.zeros((2, BINS)))
+    means: dict[tuple[str, str], list[np.ndarray]] = field(
+        default_factory=lambda: defaultdict(list)
     )
-    """By method and outcome, sum and number of the responses with scores of their mean weights by place."""
-    scored: Counter[tuple[str, str]] = field(default_factory=Counter)  # responses, likewise
+    """By method and outcome, of each file the mean weights by place of the responses with scores, float64 (N, K)."""
     # Methods that give advantages in place of weights
     signed: set[str] = field(default_factory=set)
     responses: int = 0
@@ -370,12 +363,12 @@ class Whole:
             fit = 1 + int(max(0, 3 * (limit - held.size) / size))
             groups = np.argsort(first)[:fit]
             last = int(np.flatnonzero(np.isin(group_N, groups)).max())
-            table = file.table(_OF_ROLLOUTS, last + 1)
+            table = file.table(limit=last + 1)
             for group in groups:
                 rows = np.flatnonzero(group_N[: len(table)] == group)
                 held_then = len(held.rows) - start + len(rows)
                 full = not len(rows) or (held.rows and held_then > rollouts * share)
-                if full or not held.add(header, table.take(rows), self.number, self.signed, limit):
+                if full or not held.add(header, table.take(rows), self.number, limit):
                     break
         self.held = len(held.rows) - start
 
@@ -383,15 +376,13 @@ class Whole:
         """Take a file in what is said of all responses."""
         self.header = self.header or header
         outcomes = pc.fill_null(table["outcome"], "").to_numpy()
-        self.signed |= gave_advantages(header, table)
-        for name, of_method in by_method(header, table).items():
-            of_file = profiles(of_method)
+        methods, signed = by_method(header, table)
+        self.signed |= signed
+        for name, of_method in methods.items():
+            means_NK = profiles(of_method)
             scored = of_method["no_scores"].is_null().to_numpy()
             for outcome in np.unique(outcomes[scored]).tolist():
-                means_NK = of_file[scored & (outcomes == outcome)]
-                known_NK = np.isfinite(means_NK)
-                self.places[name, outcome] += [np.nansum(means_NK, axis=0), known_NK.sum(axis=0)]
-                self.scored[name, outcome] += int(known_NK.any(axis=1).sum())
+                self.means[name, outcome].append(means_NK[scored & (outcomes == outcome)])
         self.responses += len(table)
         effect, advantage, mask = (flat(table[name])[0] for name in ("effect", "advantage", "mask"))
         if len(effect) == len(advantage):
@@ -414,18 +405,23 @@ class Whole:
         """A method's mean weights by place, of the only one by default, over the responses with scores: by outcome, and of
         unknown outcome only where no response has one. None of a method that gives advantages."""
         lines = list[dict[str, Any]]()
-        method = method or next((name for name, _ in self.places), "")
+        method = method or next((name for name, _ in self.means), "")
         if method in self.signed:
             return lines
         for outcome, label in {**OUTCOMES, "": "outcome unknown"}.items():
-            rows = self.scored[method, outcome]
-            if rows and (outcome or not lines):
-                sums_K, count_K = self.places[method, outcome]
+            of_files = self.means[method, outcome]
+            if of_files and (outcome or not lines):
+                means_NK = np.ma.masked_invalid(np.concatenate(of_files))
+                rows = int(np.count_nonzero(means_NK.count(axis=1)))
                 points = [
-                    [100 * (k + 0.5) / BINS, float(f"{sums_K[k] / count_K[k]:.6g}")]
-                    for k in np.flatnonzero(count_K).tolist()
+                    [100 * (k + 0.5) / BINS, float(f"{mean:.6g}")]
+                    for k, mean in enumerate(means_NK.mean(axis=0).tolist())
+                    if mean is not None
                 ]
-                lines.append({"run": self.number, "label": label, "rows": rows, "points": points})
+                if points:
+                    lines.append(
+                        {"run": self.number, "label": label, "rows": rows, "points": points}
+                    )
         return lines
 
     def notes(self) -> list[str]:
@@ -449,8 +445,7 @@ def _limits(samples: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float]:
         sizes_N = sizes_N[np.isfinite(sizes_N) & (sizes_N > 0)]
         sizes[name] = sizes_N
         share, least = (0.99, 0.5) if name in ("surprisal", "entropy") else (0.98, 1e-6)
-        limits[name] = np.quantile(sizes_N, share) if len(sizes_N) else 0.0
-        limits[name] = max(least, limits[name])
+        limits[name] = max(least, np.quantile(sizes_N, share)) if len(sizes_N) else least
     # Tokens without scores have the weight 1. Where few are weighed they would set the scale.
     if "advantage" in limits:
         limits["advantage"] = max(limits["advantage"], limits["scored advantage"])
@@ -470,7 +465,7 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
             for name in sorted(filter(re.compile(pattern).fullmatch, run.metrics)):
                 points = [
                     [step, float(f"{value:.6g}")]
-                    for step, value in run.metrics[name].items()
+                    for step, value in sorted(run.metrics[name].items())
                     if np.isfinite(value)
                 ]
                 label = name.partition("/")[2] or name
@@ -506,8 +501,7 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
     ranges = zip(edges[::2], edges[1::2], strict=True)
     model = [[start, end] for start, end in ranges if start < end]
     rewards = _turn_rewards(labels.get("turn_rewards"), len(model), align)
-    rewards += [None] * (len(model) - len(rewards))
-    return [[*bounds, reward] for bounds, reward in zip(model, rewards, strict=True)]
+    return [[*bounds, reward] for bounds, reward in zip_longest(model, rewards)]
 
 
 def _turn_rewards(rewards: Any, count: int, align: str | None) -> list[float | None]:
@@ -545,10 +539,8 @@ def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | Non
 
 def range_of(label: Any, length: int) -> tuple[int, int] | None:
     """A label as two places among ``length`` tokens, half-open; ``None`` where it is nothing of that kind."""
-    # Not isinstance(): a label may hold true.
-    if not (
-        isinstance(label, list) and len(label) == 2 and all(type(edge) is int for edge in label)
-    ):
-        return None
-    start, end = label
-    return (start, end) if 0 <= start <= end <= length else None
+    match label:
+        # Not int(): a label may hold true.
+        case [start, end] if type(start) is type(end) is int and 0 <= start <= end <= length:
+            return start, end
+    return None

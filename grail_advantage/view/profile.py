@@ -17,50 +17,43 @@ BINS = 20
 NEEDED = ("span", "no_scores", "mask", "weight", "base_advantage", "advantage", "methods")
 
 
-def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+def flat(column: pa.Array | pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     """A list column's values end to end, and where each list begins and the last ends, int32; a null is an empty list."""
-    array = column.combine_chunks()
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return array.flatten().to_numpy(zero_copy_only=False), offsets
+    return pc.list_flatten(column).to_numpy(zero_copy_only=False), offsets
 
 
-def by_method(header: DumpHeader, table: pa.Table) -> dict[str, pa.Table]:
-    """The table once for each method, with that method's ``score``, ``weight``, ``advantage`` and ``no_scores``.
+def by_method(header: DumpHeader, table: pa.Table) -> tuple[dict[str, pa.Table], set[str]]:
+    """The table once for each method, with that method's ``score``, ``weight``, ``advantage`` and ``no_scores``, and the
+    names of the methods that gave token advantages themselves, not weights.
 
     A row of an analysis has several methods, in its column ``methods``; a training has the one of its header. A method without
     token advantages of its own has its weights times the base advantage.
     """
     entries = table["methods"].combine_chunks().flatten()
+    signed = set()
     if not len(entries):
-        return {header.method or "weights": table}
+        name = header.method or "weights"
+        if header.gave_advantages:
+            signed.add(name)
+        return {name: table}, signed
+    shared = {name: table[name] for name in table.column_names}
     names = pc.unique(entries.field("name")).to_pylist()
     tables = {}
     for place, name in enumerate(names):
         # Every row has the same methods in the same order, as the reader of the file checked.
         of_method = entries[place :: len(names)]
-        columns = {
-            field: of_method.field(field)
-            for field in ("score", "weight", "no_scores", "advantage")
-            if field in table.column_names
-        }
-        if columns["advantage"].null_count and not table["base_advantage"].null_count:
-            weight, offsets = flat(pa.chunked_array([columns["weight"]]))
+        fields = ("score", "weight", "no_scores", "advantage")
+        columns = {field: of_method.field(field) for field in fields}
+        if not columns["advantage"].null_count:
+            signed.add(name)
+        elif not table["base_advantage"].null_count:
+            weight, offsets = flat(columns["weight"])
             base, _ = flat(table["base_advantage"])
             columns["advantage"] = pa.ListArray.from_arrays(offsets, pa.array(weight * base))
-        tables[name] = table
-        for field, column in columns.items():
-            place_of_field = table.column_names.index(field)
-            tables[name] = tables[name].set_column(place_of_field, field, column)
-    return tables
-
-
-def gave_advantages(header: DumpHeader, table: pa.Table) -> set[str]:
-    """The names in :func:`by_method` of the methods that gave token advantages themselves, not weights."""
-    entries = table["methods"].combine_chunks().flatten()
-    if not len(entries):
-        return {header.method or "weights"} if header.gave_advantages else set()
-    return set(entries.field("name").filter(entries.field("advantage").is_valid()).to_pylist())
+        tables[name] = pa.table({**shared, **columns})
+    return tables, signed
 
 
 def profiles(table: pa.Table) -> np.ndarray:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.dump import METRICS_FILE, TOKENS, TokenDump, read_dump
+from grail_advantage.dump import METRICS_FILE, TokenDump
 from grail_advantage.receipt import report
+from grail_advantage.view.run import dump_of
 
 
 def rollout_names(dump: TokenDump) -> dict[tuple[int, int, str], str]:
@@ -38,18 +39,16 @@ def main(argv: list[str] | None = None) -> int:
     names: dict[tuple[int, int, str], str] = {}
 
     def read(path: Path, problems: list[str]) -> Sequence[report.Record]:
-        if path.is_file() and path.name != METRICS_FILE:
-            return report.read(path, problems)
-        folder = path
-        if path.is_file():  # the run's figures
-            folder = path.parent
-        # The folder of a run, or that of a dump.
-        for dump in map(read_dump, (folder / TOKENS, folder)):
-            if (records := dump.receipts()) or dump.files:
-                names.update(rollout_names(dump))
-                problems += dump.problems if dump.files else []
-                return records
-        return []
+        if path.is_file():
+            if path.name != METRICS_FILE:
+                return report.read(path, problems)
+            path = path.parent
+        dump = dump_of(path)
+        records = dump.receipts()
+        names.update(rollout_names(dump))
+        if dump.files:
+            problems += dump.problems
+        return records
 
     called = "a run's folder (with tokens/), a token dump's, or a file of JSON lines"
     remedy = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ class Run:
     """A run's folder, read."""
 
     folder: Path  # where its report goes
-    metrics: Mapping[str, Mapping[int, float]]  # by name, then by step
+    metrics: Mapping[str, Mapping[int, float]]  # by name, then by step, in the order of the log
     dump: TokenDump  # without files where the run wrote none; its problems are those of the metrics, too
 
 
@@ -29,24 +30,21 @@ def open_run(path: Path | str) -> Run:
     looked for."""
     path = Path(path)
     folder = path
-    if path.name == METRICS_FILE and path.is_file():
-        folder = path.parent
-    elif path.is_file():
+    if path.is_file():
+        if path.suffix != ".jsonl":
+            raise ValueError(
+                f"{path} is no run: give its folder, or its file of metrics, which ends in .jsonl"
+            )
         # verl writes the figures of PROJECT/EXPERIMENT beside that folder.
-        folder = path.with_name(path.name.removesuffix(".jsonl"))
-    if folder == path and path.is_file():
-        raise ValueError(
-            f"{path} is no run: give its folder, or its file of metrics, which ends in .jsonl"
-        )
+        folder = path.with_suffix("")
+        if path.name == METRICS_FILE:
+            folder = path.parent
     files = [path, folder / METRICS_FILE, Path(f"{folder.resolve()}.jsonl")]
-    dump = read_dump(folder / TOKENS)
-    if not dump.files:
-        # The folder may be that of the dump.
-        dump = read_dump(folder)
+    dump = dump_of(folder)
     if not dump.files:
         # A run without a dump is shown by its metrics.
         dump.problems.clear()
-    file = next((candidate for candidate in files if candidate.is_file()), None)
+    file = next(filter(Path.is_file, files), None)
     metrics = read_metrics(file, dump.problems) if file else {}
     if not metrics and not dump.files:
         looked = f"neither metrics ({files[1]}, {files[2]}) nor a token dump ({TOKENS}/step_NUMBER.parquet)"
@@ -58,10 +56,16 @@ def open_run(path: Path | str) -> Run:
     return Run(folder, metrics, dump)
 
 
+def dump_of(folder: Path) -> TokenDump:
+    """The token dump in the folder of a run, or in its own."""
+    in_run = folder / TOKENS
+    return read_dump(in_run if in_run.is_dir() else folder)
+
+
 def read_metrics(file: Path, problems: list[str]) -> dict[str, dict[int, float]]:
-    """A run's figures by name and step, as far as they are written; NaN for one that is null. The file has JSON lines
-    ``{"step": S, "data": {...}}``. ``problems`` gets what could not be read, which is logged."""
-    metrics: dict[str, dict[int, float]] = {}
+    """A run's figures by name and step, in the order of the log, as far as they are written; NaN for one that is null. The
+    file has JSON lines ``{"step": S, "data": {...}}``. ``problems`` gets what could not be read, which is logged."""
+    metrics: dict[str, dict[int, float]] = defaultdict(dict)
     unread = []
     try:
         for place, line in numbered_lines(file):
@@ -69,9 +73,8 @@ def read_metrics(file: Path, problems: list[str]) -> dict[str, dict[int, float]]
                 record = read_json(line)
                 for name, value in record["data"].items():
                     if isinstance(value, int | float | None):
-                        metrics.setdefault(name, {})[int(record["step"])] = (
-                            math.nan if value is None else float(value)
-                        )
+                        figure = math.nan if value is None else float(value)
+                        metrics[name][int(record["step"])] = figure
             except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
                 unread.append(place)
     except (OSError, ValueError) as error:
@@ -80,4 +83,4 @@ def read_metrics(file: Path, problems: list[str]) -> dict[str, dict[int, float]]
         problems.append(f"{file}:{unread[0]}: is no line of a log; {len(unread)} such are left out")
     if problems:
         logger.warning(visible("; ".join(problems), breaks=False))
-    return {name: dict(sorted(points.items())) for name, points in metrics.items()}
+    return metrics

@@ -36,7 +36,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens reports, without a network and without motion; fails when a page wrote to the console or asked for more files."""
-    contexts: list[Any] = []
+    pages: list[Any] = []
     # What the pages wrote to the console, and the files that they asked for.
     messages: list[str] = []
     requests: list[str] = []
@@ -48,19 +48,16 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     def open_page(
         path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False
     ) -> Any:
-        context = browser.new_context(
-            viewport={"width": 390, "height": 844}
-            if phone
-            else {"width": 1280, "height": 900},
+        page = browser.new_page(
+            viewport={"width": 390 if phone else 1280, "height": 900},
             color_scheme="dark" if dark else "light",
             reduced_motion="reduce",
             has_touch=phone,
             is_mobile=phone,
             offline=True,
         )
-        context.set_default_timeout(30_000)
-        contexts.append(context)
-        page = context.new_page()
+        page.set_default_timeout(30_000)
+        pages.append(page)
         page.on("console", lambda message: messages.append(message.text))
         page.on("pageerror", lambda error: messages.append(str(error)))
         page.on("dialog", dismiss)
@@ -70,14 +67,13 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
     assert not messages
     files = {url for url in requests if not url.startswith(("blob:", "data:"))}
     # Each page is one file, and asks for no other.
-    assert len(files) <= len(contexts) and all(
-        url.startswith("file://") for url in files
-    ), files
+    assert len(files) <= len(pages), files
+    assert all(url.startswith("file://") for url in files), files
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, seed in (("grail", 5), ("uniform", 6)):
         write_metrics(folder / name, 20, seed=seed)
-        write_dump(folder / name / "tokens", (1, 10, 20), seed=seed)
+        write_dump(folder / name, (1, 10, 20), seed=seed)
     write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"))
     write_conversations(folder / "talk")
     for name in ("talk", "grail", "analyze"):

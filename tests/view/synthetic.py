@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from grail_advantage.dump import DumpHeader, DumpRow, read_dump, write_received, write_step
-from grail_advantage.receipt import Finding
-from tests.dumps import dump_row, method_columns, received, received_header, table_of
+from grail_advantage.dump import (
+    DumpHeader,
+    DumpRow,
+    MetricsFile,
+    received_table,
+    write_received,
+    write_step,
+)
+from grail_advantage.receipt import Finding, Receipt
+from tests.dumps import dump_row, method_columns, received_header, table_of
 
 RESPONSES = 8
 
 
 def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
-    """A file of verl's ``file`` logger; validation at step 0 and every fifth."""
+    """A run's figures; validation at step 0 and every fifth."""
     rng = np.random.default_rng(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(steps + 1):
-            values = {}
-            if step % 5 == 0:
-                values["val-core/tiny_chain_sum/acc/mean@1"] = 0.35 + 0.02 * step
-            if step:
-                values["critic/score/mean"] = 0.3 + 0.02 * step + rng.normal(0, 0.03)
-                values["grail/average_weight"] = 1.16 + rng.normal(0, 0.01)
-            file.write(json.dumps({"step": step, "data": values}) + "\n")
+    file = MetricsFile(folder / "metrics.jsonl", -1)
+    for step in range(steps + 1):
+        values = {}
+        if step % 5 == 0:
+            values["val-core/tiny_chain_sum/acc/mean@1"] = 0.35 + 0.02 * step
+        if step:
+            values["critic/score/mean"] = 0.3 + 0.02 * step + rng.normal(0, 0.03)
+            values["grail/average_weight"] = 1.16 + rng.normal(0, 0.01)
+        file.add(step, values)
 
 
 def write_rows(folder: Path, rows: Sequence[DumpRow], **header: Any) -> Path:
@@ -55,10 +61,10 @@ def write_dump(
     methods: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
-    """A token dump of sums: a labelled incorrect step in each incorrect response, few of which are truncated."""
+    """A run with a dump of sums: a labelled incorrect step in each incorrect response, few of which are truncated."""
+    rows = []
     for number, step in enumerate(steps):
         rng = np.random.default_rng([seed, step])
-        rows = []
         for group in range(problems):
             # The same problems in every second file, and with every seed.
             numbers = np.random.default_rng([group, number % 2]).integers(3, 60, size=3)
@@ -73,8 +79,9 @@ def write_dump(
                     row.score_T[:] = np.nan
                 row.base_advantage_T[:] = advantage
                 row.advantage_T = row.weight_T * row.base_advantage_T
+                row.step = step
                 row.group = group
-                row.row = len(rows)
+                row.row = RESPONSES * group + place
                 row.key = f"{group}_{place}_0"
                 for name in methods:
                     # The first one's are the response's own.
@@ -85,13 +92,7 @@ def write_dump(
                         no_scores=row.no_scores,
                     )
                 rows.append(row)
-        header = DumpHeader(
-            step=step,
-            method="grail",
-            model="models/SmolLM2-135M-Instruct",
-            special_tokens={2: "<|im_end|>"},
-        )
-        write_step(folder, header, table_of(rows))
+    write_rows(folder, rows, special_tokens={2: "<|im_end|>"})
 
 
 def _response(
@@ -137,37 +138,56 @@ def _response(
     )
 
 
-def write_arrived(folder: Path) -> list[DumpRow]:
-    """A dump of two responses of three tokens: the first in two optimiser steps, with a finding, the other left out; its
-    rows."""
-    rows = []
-    for place in range(2):
-        row = dump_row(
-            [1.0, 2.0, 5.0],
-            key=f"a_{place}_0",
+SCALED = Finding(
+    "scaled",
+    "update 0: 3 tokens of 1 of 3 responses",
+    0.5,
+    "every token received 0.5 times what it should",
+    (("a_1_0", 2, 0.5, 0.25),),
+    "the denominator",
+    tokens=3,
+)
+
+
+def receipt(*findings: Finding) -> Receipt:
+    """Of three responses in four optimiser steps, of which the last response was in none; the first one's in two."""
+    received_UBT = torch.full((4, 3, 4), torch.nan)
+    received_UBT[0, 0, :3] = torch.tensor([0.5, -1.0, 2.0])
+    received_UBT[2, 0, :3] = torch.tensor([0.25, 0.0, 2.0])
+    # The second response was in the second step alone.
+    received_UBT[1, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    clipped_UBT = torch.where(received_UBT.isfinite(), 0.0, torch.nan)
+    # One token of the first response was clipped, in its second step.
+    clipped_UBT[2, 0, 1] = 1.0
+    means = received_UBT.nanmean(dim=0), clipped_UBT.nanmean(dim=0)
+    return Receipt(*means, received_UBT, received_UBT, clipped_UBT, findings)
+
+
+def header(step: int, *findings: Finding, **values: Any) -> dict[str, Any]:
+    plain = {"loss": "vanilla", "updates": 4, "tokens": 7, "clipped": 0.125}
+    records = [finding.to_dict() for finding in findings]
+    return received_header(step, findings=records, **{**plain, **values})
+
+
+def write_arrived(folder: Path, *findings: Finding, step: int = 3, update: int = 0) -> Path:
+    """A dump of responses of 3, 4 and 2 tokens, and beside it the file, which it returns, of what they received; one of the
+    first one's tokens moved with its advantage."""
+    lengths = [3, 4, 2]
+    rows = [
+        dump_row(
+            [1.0] * length,
             row=place,
-            old_log_prob_T=[-1.0, -2.0, -3.0],
-            rollout_log_probs_T=[-1.001, -2.0, -2.5],
+            key=f"a_{place}_0",
+            old_log_prob_T=[-1.0] * length,
+            rollout_log_probs_T=[-1.001, -1.0, -0.5, -1.0][:length],
         )
-        rows.append(row)
-    write_step(folder, DumpHeader(step=1, method="grail"), table_of(rows))
-    epochs = np.float32([[0.5, 1.0, 2.5], [0.6, 0.0, 2.0]])
-    left_out = np.full(3, np.nan, dtype=np.float32)
-    table = received(
-        ["a_1_0", "a_0_0"],
-        [left_out, epochs.mean(axis=0)],
-        updates=[[], [0, 1]],
-        clipped=[left_out, [0, 0.5, 0.5]],
-        by_update=[[], list(epochs)],
-        clipped_by_update=[[], [[0.0, 0.0, 0.0], [0.0, 1.0, 1.0]]],
-        effect=[left_out, [0.01, -0.25, 0.0]],
-    )
-    examples = (("a_0_0", 1, 1.0, 0.5),)
-    finding = Finding("scaled", "everywhere", 0.5, "half arrived", examples, "", tokens=1)
-    findings = [finding.to_dict()]
-    header = received_header(1, loss="vanilla", updates=2, tokens=3, findings=findings)
-    write_received(folder, header, table)
-    return list(read_dump(folder))
+        for place, length in enumerate(lengths)
+    ]
+    write_step(folder, DumpHeader(step=step, update=update, method="grail"), table_of(rows))
+    effect_BT = torch.full((3, 4), torch.nan)
+    effect_BT[0, :3] = torch.tensor([0.01, -0.25, 0.0])
+    table = received_table(receipt(), [row.key for row in rows], lengths, effect_BT)
+    return write_received(folder, header(step, *findings, update=update), table)
 
 
 def write_conversations(folder: Path) -> None:

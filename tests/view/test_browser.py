@@ -5,9 +5,9 @@ The fixture ``opened`` fails every test whose page wrote to the console or asked
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage.dump import DumpRow, read_dump, write_received
+from grail_advantage import Grail
+from grail_advantage.dump import DumpRow, MetricsFile, read_dump, write_received
 from grail_advantage.maps import log_zscore
 from grail_advantage.receipt import Finding
 from grail_advantage.view.page import write_report
 from tests.dumps import dump_row, received, received_header
-from tests.view.synthetic import write_arrived, write_rows
+from tests.view.synthetic import SCALED, write_arrived, write_rows
 
 pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -96,22 +97,6 @@ def listed(page: Any) -> int:
 # -------------------------------------------------------------------------------------------------------------------- numbers
 
 
-def test_numbers_of_tokens_are_those_of_the_parquet(
-    runs: Path, rows: list[DumpRow], opened: Open
-) -> None:
-    page = opened(runs / "grail" / "report.html", link(rows[0]))
-    # A row without any score has a dash for each.
-    scored = [row for row in rows if not row.no_scores]
-    for row in scored[::10]:
-        page.evaluate("hash => (location.hash = hash)", link(row))
-        expect(page.locator(".t")).to_have_count(len(row))
-        for t in (0, len(row) // 2, len(row) - 1):
-            page.locator(".t").nth(t).hover()
-            assert readout(page) == same(numbers_of(row, t))
-    shown = "".join(tokens_that(page, "textContent")[:5])
-    assert shown == "".join(row.tokens[:5]).replace("\n", "↵\n")
-
-
 def test_numbers_of_every_size_are_shown_to_three_digits(
     tmp_path: Path, opened: Open
 ) -> None:
@@ -130,7 +115,9 @@ def test_numbers_of_every_size_are_shown_to_three_digits(
 def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open) -> None:
     # An incorrect response that the methods scored.
     row = next(
-        row for row in read_dump(runs / "analyze") if row.labels and not row.no_scores
+        row
+        for row in read_dump(runs / "analyze" / "tokens")
+        if row.labels and not row.no_scores
     )
     page = opened(runs / "analyze" / "report.html", link(row, "&token=3"))
     for name, columns in row.methods.items():
@@ -156,17 +143,8 @@ def test_a_tokens_own_sum_gives_its_weight(
     """As the map computes it, over the tokens that it compares; the answer's weights are none of a sum."""
     scores = torch.tensor([[1e-4, 0.02, 0.5, 0.03, 40.0, 0.01, 1e-7, 2.0]])
     weights = log_zscore(scores, torch.arange(8)[None] < compared).values[0]
-    # The page shows a sum for these options alone.
-    options = {
-        "control": "none",
-        "normalize_mass": False,
-        "statistics": statistics,
-        "reshaper": "log_zscore",
-        "weight_mean": 1.0,
-        "weight_std": 0.5,
-        "weight_min": 0.5,
-        "weight_max": 5.0,
-    }
+    # The page shows a sum for options like these alone.
+    options = Grail(statistics=statistics).model_dump()
     row = dump_row(weights.tolist(), score_T=scores[0].numpy(), span=(5, 6, 7, 8))
     page = opened(write_report(write_rows(tmp_path, [row], options=options)), link(row))
     # Only the tokens before the answer have a sum.
@@ -183,7 +161,8 @@ def test_a_tokens_own_sum_gives_its_weight(
 def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
     """Of a response in two epochs, their mean and in words each, with the effect and the mismatch; and of one left out. A
     finding leads to its token."""
-    row, other = write_arrived(tmp_path / "tokens")
+    write_arrived(tmp_path / "tokens", replace(SCALED, examples=(("a_0_0", 1, 1.0, 0.5),)))
+    row, _, other = read_dump(tmp_path / "tokens")
     path = write_report(tmp_path)
     page = opened(path, link(other, "&overlay=received&token=1"))
     assert "not in the update" in page.locator("#readout").inner_text()
@@ -194,16 +173,16 @@ def test_numbers_of_what_arrived(tmp_path: Path, opened: Open) -> None:
     )
     page.locator("#receipt a").click()
     page.wait_for_selector(".t[aria-selected=true]")
-    assert "rollout=1.0" in page.url and "token=1" in page.url
+    assert "rollout=3.0" in page.url and "token=1" in page.url
     assert page.locator("select[name=overlay]").input_value() == "received"
     numbers = numbers_of(row, 1)
     assert readout(page) == same(numbers) and {"Received", "Effect", "Mismatch"} <= set(
         numbers
     )
     text = page.locator("#readout").inner_text()
-    assert "received by epoch 1, 0" in text and "clipped in 50 % of" in text
+    assert "received by epoch \u22121, 0" in text and "clipped in 50 % of" in text
     # Hatched where a loss clipped, also where a clipped token received something, as under `cispo`.
-    assert tokens_that(page, "matches('.clipped')") == [False, True, True]
+    assert tokens_that(page, "matches('.clipped')") == [False, True, False]
     for overlay, colours in (("effect", ("warm", "cool")), ("mismatch", ("cool", ""))):
         page.select_option('select[name="overlay"]', overlay)
         grounds = tokens_that(page, "style.backgroundColor")
@@ -245,19 +224,14 @@ def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open) -
         "actor/entropy": [0.0948, 0.03, 0.0228],
         "grail/average_weight": [1.02, 1.19, 1.1],
         "grail/weight_deviation": [0.7, 0.697, 0.81],
-        "val-core/sums/acc/mean@1": [0.25],
+        "val-core/sums/acc/mean@1": [0.25, NAN, NAN],
     }
     for run, first in (("a", 1), ("b", 3)):
-        lines = []
+        file = MetricsFile(tmp_path / run / "metrics.jsonl", -1)
         for place in range(3):
-            data = {
-                name: values[place]
-                for name, values in curves.items()
-                if place < len(values)
-            }
-            lines.append(json.dumps({"step": first + place, "data": data}))
-        (tmp_path / run).mkdir()
-        (tmp_path / run / "metrics.jsonl").write_text("\n".join(lines))
+            file.add(
+                first + place, {name: values[place] for name, values in curves.items()}
+            )
     weights = ["1.02 to 1.1", "0.7 to 0.81"]
     alone = figures_of(opened(write_report(tmp_path / "a")), "curves")
     # One curve has its values in the caption, several in the key.

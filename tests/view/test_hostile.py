@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_damaged_file_costs_its_own_responses(
 ) -> None:
     """Cut or with other bytes: the page is written without it and names it, once."""
     write_metrics(tmp_path, 2)
-    write_dump(tmp_path / "tokens", (1, 2), problems=1)
+    write_dump(tmp_path, (1, 2), problems=1)
     path = tmp_path / "tokens" / "step_000002.parquet"
     rng = np.random.default_rng(0)
     whole = path.read_bytes()
@@ -127,44 +127,41 @@ FINDINGS = changes_of(
 )
 
 
-def columns_of(table: pa.Table) -> dict[str, Sequence[list[Any]]]:
-    """Values that a column of that type can hold and no writer gives."""
+HARMLESS = [
+    ("outcome", EVIL),
+    ("answer", EVIL),
+    ("no_scores", EVIL),
+    ("reward", math.nan),
+    ("reward", math.inf),
+    ("labels", '{"steps": 1, "turn_rewards": {"a": []}}'),
+]
+"""Values of a response that a reader takes as they are."""
+
+
+def columns_of(table: pa.Table) -> list[tuple[str, list[Any]]]:
+    """Columns, by name, of values that their type can hold and no writer gives."""
     count = len(table)
-    long = [[1.0] * 3] * count
-    none = [None] * count
-    method = {
-        "name": "a",
-        "score": None,
-        "advantage": None,
-        "weight": [1.0],
-        "no_scores": None,
-    }
-    twice = [{**method, "weight": None}] * 2
-
-    def nulls(name: str) -> list[Any]:
-        return [[None] * len(values_T) for values_T in table[name].to_pylist()]
-
-    # Too few, falling, negative, beyond the tokens, and with a null.
-    spans = ([], [1], [3, 2, 1, 0], [-5, 1, 2, 3], [0, 1, 2, 10**18], [0, 1, 2, None])
-    return {
-        "weight": [long, none, nulls("weight")],
-        "advantage": [long, none],
-        "mask": [[[True] * 2] * count, none, nulls("mask")],
-        "tokens": [[[EVIL]] * count, none, nulls("tokens")],
-        **dict.fromkeys(("score", "old_log_prob", "base_advantage"), (long,)),
-        "span": [[span] * count for span in spans],
-        "labels": [[text] * count for text in (EVIL, "[]", "1", "[" * 5000)],
-        "methods": [[[method]] * count, [twice] * count, [[], *([[method]] * (count - 1))]],
-        **dict.fromkeys(("key", "prompt", "group"), (none,)),
-    }
-
-
-def harmless(count: int) -> list[tuple[str, list[Any]]]:
-    """Values that a reader takes as they are."""
-    named = [(name, [EVIL] * count) for name in ("outcome", "answer", "no_scores")]
-    rewards = [("reward", [value] * count) for value in (math.nan, math.inf)]
-    labels = '{"steps": 1, "turn_rewards": {"a": []}}'
-    return [*named, *rewards, ("labels", [labels] * count)]
+    method = {"name": "a", "weight": [1.0]}
+    equal = changes_of(
+        ("weight advantage score old_log_prob base_advantage", [[1.0] * 3]),
+        ("mask", [[True] * 2]),
+        ("tokens", [[EVIL]]),
+        ("weight advantage mask tokens key prompt group", [None]),
+        # Too few, falling, negative, beyond the tokens, and with a null.
+        (
+            "span",
+            [[], [1], [3, 2, 1, 0], [-5, 1, 2, 3], [0, 1, 2, 10**18], [0, 1, 2, None]],
+        ),
+        ("labels", [EVIL, "[]", "1", "[" * 5000]),
+        ("methods", [[method], [{"name": "a"}] * 2]),
+    )
+    columns = [
+        (name, [value] * count) for change in equal for name, value in change.items()
+    ]
+    for name in ("weight", "mask", "tokens"):
+        lengths = map(len, table[name].to_pylist())
+        columns.append((name, [[None] * length for length in lengths]))
+    return [*columns, ("methods", [[], *([[method]] * (count - 1))])]
 
 
 class Foreign:
@@ -180,7 +177,7 @@ class Foreign:
         self.capsys = capsys
         self.caplog = caplog
         self.tokens = self.run / "tokens"
-        write_dump(self.tokens, (1, 2), problems=1)
+        write_dump(self.run, (1, 2), problems=1)
         self.good = pq.read_table(self.tokens / "step_000001.parquet")
         self.header = {"schema_version": 5, "step": 1, "method": "grail"}
 
@@ -242,17 +239,16 @@ def test_foreign_columns_cost_their_file(foreign: Foreign) -> None:
         partial(report.main, [str(foreign.run), *figure]),
         partial(bench, [str(foreign.tokens)]),
     )
-    for name, choices in columns_of(foreign.good).items():
-        for values in choices:
-            foreign.put_column(name, values)
-            assert "step_000001" in foreign.problems(*readers)[0], (name, values[0])
+    for name, values in columns_of(foreign.good):
+        foreign.put_column(name, values)
+        assert "step_000001" in foreign.problems(*readers)[0], (name, values[0])
     count = len(foreign.good)
     for name, value in (("weight", "x"), ("tokens", 1)):
         foreign.put_column(name, [value] * count, pa.scalar(value).type)
         (problem,) = foreign.problems(*readers)
         assert "step_000001" in problem
-    for name, values in harmless(count):
-        foreign.put_column(name, values)
+    for name, value in HARMLESS:
+        foreign.put_column(name, [value] * count)
         foreign.problems(*readers)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from grail_advantage import report
-from grail_advantage.dump import read_dump
+from grail_advantage.dump import MetricsFile, read_dump
 from grail_advantage.view import profile
 from grail_advantage.view.figure import find_response
 from grail_advantage.view.page import json_arrays, render, turns, values_of, write_report
@@ -47,16 +47,16 @@ def page_of(*runs: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str,
 
 
 def test_every_value_of_the_page_is_the_dumps(tmp_path: Path) -> None:
-    write_dump(tmp_path / "tokens", (1, 5), filler=1)
+    write_dump(tmp_path, (1, 5), filler=1)
     index, blocks = page_of(tmp_path)
     rows = list(read_dump(tmp_path / "tokens"))
     for row, facts, block in zip(rows, index["rows"], blocks, strict=True):
         for name in ("step", "row", "answer", "prompt", "ground_truth"):
             assert facts[name] == getattr(row, name)
-        for name, values_T in {
-            "weight": row.weight_T, "score": row.score_T, "advantage": row.advantage_T, "mask": row.mask_T,
-            "base_advantage": row.base_advantage_T, "surprisal": -row.old_log_prob_T, "entropy": row.entropy_T,
-        }.items():  # fmt: skip
+        row.surprisal_T = -row.old_log_prob_T
+        names = "weight score advantage mask base_advantage surprisal entropy"
+        for name in names.split():
+            values_T = getattr(row, f"{name}_T")
             # A response without scores has none in the page.
             if np.isfinite(values_T).any():
                 shown_T = np.array(block["columns"][name], dtype=float)
@@ -75,16 +75,16 @@ def test_numbers_keep_four_digits_and_nothing_else_is_one() -> None:
 def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
     """Two optimiser steps of one response; the other was left out. One of the three tokens moved with its advantage."""
     write_arrived(tmp_path / "tokens")
-    index, (block, other) = page_of(tmp_path)
+    index, (block, _, other) = page_of(tmp_path)
     columns = block["columns"]
-    # The mean of 0.5 and 0.6, 1 and 0, 2.5 and 2.
-    assert columns["received"] == [0.55, 0.5, 2.25]
-    assert columns["by_update"] == [[0.5, 1, 2.5], [0.6, 0, 2]]
-    assert columns["clipped"] == [0, 0.5, 0.5] and columns["effect"] == [0.01, -0.25, 0]
-    # Log-probabilities -1.001, -2, -2.5 less -1, -2, -3: the difference before it is rounded.
+    # The mean of 0.5 and 0.25, -1 and 0, 2 and 2.
+    assert columns["received"] == [0.375, -0.5, 2]
+    assert columns["by_update"] == [[0.5, -1, 2], [0.25, 0, 2]]
+    assert columns["clipped"] == [0, 0.5, 0] and columns["effect"] == [0.01, -0.25, 0]
+    # Log-probabilities -1.001, -1, -0.5 less -1: the difference before it is rounded.
     assert columns["mismatch"] == pytest.approx([-1e-3, 0, 0.5], rel=1e-3)
-    assert [row["updates"] for row in index["rows"]] == [2, 0]
-    assert other["columns"]["received"] == [None] * 3
+    assert [row["updates"] for row in index["rows"]] == [2, 1, 0]
+    assert other["columns"]["received"] == [None] * 2
     assert index["runs"][0]["effect"].startswith("33.3 % of 3 tokens")
     # Each of them is a colour with a scale.
     assert {"effect", "mismatch", "received"} <= set(index["limits"])
@@ -92,38 +92,26 @@ def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
 
 def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
     methods = {
-        "grail": method_columns(
-            score_T=np.float32([1, 2]), weight_T=np.float32([0.5, 1.5])
-        ),
-        "turns": method_columns(
-            weight_T=np.ones(2, "f4"), advantage_T=np.float32([1, -1]), no_scores="none"
-        ),
+        "grail": method_columns(score_T=[1, 2], weight_T=[0.5, 1.5]),
+        "turns": method_columns(weight_T=[1, 1], advantage_T=[1, -1], no_scores="none"),
     }
-    index, (block,) = page_of(
-        write_rows(tmp_path / "both", [dump_row([0.5, 1.5], methods=methods)])
-    )
-    # A method that gives advantages has no weights to draw by place.
+    row = dump_row([0.5, 1.5], methods=methods)
+    index, (block,) = page_of(write_rows(tmp_path / "both", [row]))
     assert index["methods"] == ["grail", "turns"] and index["runs"][0]["given"] == ["turns"]
-    assert [plot["title"] for plot in index["profiles"]] == ["grail"] and not index[
-        "advantages"
-    ]
+    # A method that gives advantages has no weights to draw by place.
+    assert [plot["title"] for plot in index["profiles"]] == ["grail"]
+    assert not index["advantages"]
     assert index["rows"][0]["no_scores_of"] == {"grail": None, "turns": "none"}
     columns = block["columns"]
-    # GRAIL's advantages are its weights times the base advantage 1/2.
-    assert columns["weight:grail"] == [0.5, 1.5] and columns["advantage:grail"] == [
-        0.25,
-        0.75,
-    ]
+    assert columns["weight:grail"] == [0.5, 1.5]
+    # Its weights times the base advantage 1/2.
+    assert columns["advantage:grail"] == [0.25, 0.75]
     assert columns["advantage:turns"] == [1, -1]
     row = dump_row([1.0, 1.0], advantage_T=[1.0, -2.0])
-    index, _ = page_of(
-        write_rows(tmp_path / "one", [row], method="mine", gave_advantages=True)
-    )
-    assert (
-        index["runs"][0]["given"] == ["mine"]
-        and index["advantages"]
-        and not index["profiles"]
-    )
+    run = write_rows(tmp_path / "one", [row], method="mine", gave_advantages=True)
+    index, _ = page_of(run)
+    assert index["runs"][0]["given"] == ["mine"]
+    assert index["advantages"] and not index["profiles"]
     # Advantages 1 and -2 are 1.5 from their mean.
     assert index["rows"][0]["spread"] == 1.5
 
@@ -184,28 +172,26 @@ def test_scales_are_those_of_tokens_with_scores(tmp_path: Path) -> None:
     """However few they are: responses without scores, whose weights are 1, do not narrow the colours."""
     weights = np.linspace(0.76, 1.6, 40)
     weights[-1] = 5.0
-    rows = [dump_row(weights, base_advantage_T=np.ones(40), advantage_T=weights)]
+    rows = [dump_row(weights)]
     for place in range(1, 31):
         plain = {"row": place, "group": place, "key": f"b{place}", "no_scores": "no answer"}
-        ones = np.ones(100)
-        values = {"score_T": NAN * ones, "base_advantage_T": ones, "advantage_T": ones}
-        rows.append(dump_row(ones, **plain, **values))
+        rows.append(dump_row([1.0] * 100, score_T=[NAN] * 100, **plain))
     for count in (1, 31):
         limits = page_of(write_rows(tmp_path / f"{count}", rows[:count]))[0]["limits"]
-        assert 1.5 < limits["weight"] < 2.5 and limits["advantage"] > 1.5
+        # Advantages are half as large, as the base advantage is.
+        assert 1.5 < limits["weight"] < 2.5 and limits["advantage"] > 0.75
         # What is far apart looks different: 1.12 is not in full colour, and none of the usual weights is pale.
         assert (
             math.log(1.12, limits["weight"]) < 0.3 and math.log(1.6, limits["weight"]) > 0.5
         )
     # Of two methods one has scores, at four tokens, which have the weight 1.5.
-    weights = np.float32([1.5] * 4 + [1.0] * 96)
+    weights = [1.5] * 4 + [1.0] * 96
     several = {
-        "a": method_columns(score_T=np.float32([0.5] * 4 + [NAN] * 96), weight_T=weights),
-        "b": method_columns(score_T=np.full(100, NAN, "f4"), weight_T=weights),
+        "a": method_columns(score_T=[0.5] * 4 + [NAN] * 96, weight_T=weights),
+        "b": method_columns(score_T=[NAN] * 100, weight_T=weights),
     }
-    index, _ = page_of(
-        write_rows(tmp_path / "methods", [dump_row(np.ones(100), methods=several)])
-    )
+    run = write_rows(tmp_path / "methods", [dump_row([1.0] * 100, methods=several)])
+    index, _ = page_of(run)
     assert index["limits"]["weight"] == 1.5
 
 
@@ -251,7 +237,7 @@ def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path) -> 
 
 def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path: Path) -> None:
     """Of eight steps with four groups of eight, and at least one group."""
-    write_dump(tmp_path / "tokens", range(1, 9), problems=4)
+    write_dump(tmp_path, range(1, 9), problems=4)
     for rollouts, steps in (
         (64, list(range(1, 9))),
         (16, [1, 8]),
@@ -295,11 +281,10 @@ def test_runs_beside_each_other_with_a_stock_one(
     own = tmp_path / "own"
     stock = tmp_path / "project" / "stock"
     write_metrics(own, 4)
-    write_dump(own / "tokens", (1, 2))
-    write_dump(tmp_path / "second" / "tokens", (2,), seed=1)
-    stock.parent.mkdir()
-    line = '{"step": 3, "data": {"critic/score/mean": 0.25, "x": null}}\n'
-    stock.with_suffix(".jsonl").write_text(line)
+    write_dump(own, (1, 2))
+    write_dump(tmp_path / "second", (2,), seed=1)
+    file = MetricsFile(stock.with_suffix(".jsonl"), -1)
+    file.add(3, {"critic/score/mean": 0.25, "x": NAN})
     index, blocks = page_of(own, tmp_path / "second", stock)
     assert [run["name"] for run in index["runs"]] == ["own", "second", "project/stock"]
     # Two steps and one of 24 responses each.
@@ -333,13 +318,9 @@ def test_where_a_run_may_be(tmp_path: Path) -> None:
         open_run(tmp_path / "v1.0")
 
 
-@pytest.mark.parametrize("name", ["lr0.01", "qwen2.5-1.5b-grpo", "a.b.c"])
-def test_a_name_with_dots_is_that_run_and_no_other(
-    name: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_name_with_dots_is_that_run_and_no_other(tmp_path: Path, capsys: Capture) -> None:
     """Beside runs whose names are its beginnings, each a file of metrics of stock verl; and beside folders of such names."""
-    parts = name.split(".")
-    runs = [str(tmp_path / ".".join(parts[: place + 1])) for place in range(len(parts))]
+    runs = [str(tmp_path / name) for name in ("qwen2", "qwen2.5-1", "qwen2.5-1.5b-grpo")]
     for value, run in enumerate(runs):
         line = f'{{"step": 1, "data": {{"reward": {value}}}}}'
         Path(f"{run}.jsonl").write_text(line)
@@ -390,7 +371,7 @@ def test_the_command(tmp_path: Path, capsys: Capture) -> None:
     figure = [run, "--figure", "methods"]
     write_metrics(tmp_path, 2)
     assert report.main([*figure, "--step", "3"]) == 1
-    write_dump(tmp_path / "tokens", (1, 3), methods=("grail", "surprisal"))
+    write_dump(tmp_path, (1, 3), methods=("grail", "surprisal"))
     assert report.main([run]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     files = [tmp_path / f"{name}.svg" for name in ("one", "two")]

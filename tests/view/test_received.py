@@ -9,69 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from grail_advantage.dump import (
-    DumpHeader,
-    read_dump,
-    received_table,
-    write_received,
-    write_step,
-)
-from grail_advantage.receipt import Finding, Receipt
+from grail_advantage.dump import read_dump
+from grail_advantage.receipt import Finding
 from grail_advantage.receipt.report import NOTHING, run_receipt, write
 from grail_advantage.receipt.report import main as own_main
 from grail_advantage.view.receipt import main
-from tests.dumps import dump_row, received_header, table_of
+from tests.view.synthetic import SCALED, header, receipt, write_arrived
 
-LENGTHS = {"a_0_0": 3, "a_1_0": 4, "b_0_0": 2}
-NAN = float("nan")
 Capture = pytest.CaptureFixture[str]
-SCALED = Finding(
-    "scaled",
-    "update 0: 3 tokens of 1 of 3 responses",
-    0.5,
-    "every token received 0.5 times what it should",
-    (("a_1_0", 2, 0.5, 0.25),),
-    "the denominator",
-    tokens=3,
-)
 NOTE = Finding("unknown loss", "all updates", 0.0, "no formula", (), "", False)
 
 
-def receipt(*findings: Finding) -> Receipt:
-    """Of three responses in four optimiser steps, of which the last response was in none; the first one's in two."""
-    received_UBT = torch.full((4, 3, 4), NAN)
-    received_UBT[0, 0, :3] = torch.tensor([0.5, -1.0, 2.0])
-    received_UBT[2, 0, :3] = torch.tensor([0.25, 0.0, 2.0])
-    # The second response was in the second step alone.
-    received_UBT[1, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    clipped_UBT = torch.where(received_UBT.isfinite(), 0.0, torch.nan)
-    # One token of the first response was clipped, in its second step.
-    clipped_UBT[2, 0, 1] = 1.0
-    means = received_UBT.nanmean(dim=0), clipped_UBT.nanmean(dim=0)
-    return Receipt(*means, received_UBT, received_UBT, clipped_UBT, findings)
-
-
-def header(step: int, *findings: Finding, **values: Any) -> dict[str, Any]:
-    plain = {"loss": "vanilla", "updates": 4, "tokens": 7, "clipped": 0.125}
-    records = [finding.to_dict() for finding in findings]
-    return received_header(step, findings=records, **{**plain, **values})
-
-
-def written(folder: Path, *findings: Finding, step: int = 3, update: int = 0) -> Path:
-    """The file of what these responses received, beside theirs."""
-    rows = [
-        dump_row([1.0] * length, row=place, key=key)
-        for place, (key, length) in enumerate(LENGTHS.items())
-    ]
-    write_step(folder, DumpHeader(step=step, update=update, method="grail"), table_of(rows))
-    table = received_table(receipt(), list(LENGTHS), list(LENGTHS.values()))
-    return write_received(folder, header(step, *findings, update=update), table)
-
-
 def test_is_read_beside_the_responses(tmp_path: Path) -> None:
-    path = written(tmp_path, update=1)
+    path = write_arrived(tmp_path, update=1)
     assert path.name == "received_000003_update_1.parquet"
     dump = read_dump(tmp_path)
     first, second, third = dump
@@ -98,12 +49,8 @@ def test_findings_of_a_run_are_put_together() -> None:
         ]
     )
     # Three receipts of four steps each, of 30 + 10 + 7 tokens.
-    assert (run["receipts"], run["steps"], run["tokens"], run["losses"]) == (
-        3,
-        12,
-        47,
-        ["vanilla"],
-    )
+    totals = [run[name] for name in ("receipts", "steps", "tokens", "losses")]
+    assert totals == [3, 12, 47, ["vanilla"]]
     assert run["clipped"] == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
     names = ("name", "step", "update", "receipts", "tokens")
     findings = [tuple(finding[name] for name in names) for finding in run["findings"]]
@@ -122,7 +69,7 @@ def test_exit_status_by_severity(
     tmp_path: Path, findings: Any, statuses: Any, capsys: Capture
 ) -> None:
     """Of a run's folder and of the dump's, by default as for mismatches."""
-    written(tmp_path / "tokens", *findings)
+    write_arrived(tmp_path / "tokens", *findings)
     for severity, status in zip(("mismatch", "note", "nothing"), statuses, strict=True):
         assert main([str(tmp_path), "--fail-on", severity]) == status
     capsys.readouterr()
@@ -135,7 +82,7 @@ def test_exit_status_by_severity(
 def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture) -> None:
     """Tokens are counted from 1, as on the page, whose address counts from 0; there is no -0.0."""
     examples = (("a_1_0", 2, 0.5, -0.0), ("gone", 0, 1.0, 2.0))
-    written(tmp_path, replace(SCALED, examples=examples), update=1)
+    write_arrived(tmp_path, replace(SCALED, examples=examples), update=1)
     assert main([str(tmp_path), "--json"]) == 1
     printed = capsys.readouterr().out
     assert "-0.0" not in printed
@@ -159,6 +106,6 @@ def test_the_receipts_of_a_file(tmp_path: Path, capsys: Capture) -> None:
 
 def test_nothing_to_read(tmp_path: Path, capsys: Capture) -> None:
     assert main([str(tmp_path)]) == NOTHING
-    written(tmp_path).write_bytes(b"PAR1 broken")
+    write_arrived(tmp_path).write_bytes(b"PAR1 broken")
     assert main([str(tmp_path)]) == NOTHING
     assert "received_000003.parquet" in capsys.readouterr().err
