@@ -11,7 +11,7 @@ import json
 import math
 import runpy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,9 @@ from grail_advantage.text_io import complain, read_bytes, read_json, say, visibl
 from grail_advantage.weigh import weigh
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
+
+    from grail_advantage.analyze.models import Loadable
 
 PER_FILE = 32
 VERDICTS = {"wrong": -1.0, "right": 1.0}  # advantages of all responses, by --advantages
@@ -83,7 +85,9 @@ def run(options: argparse.Namespace) -> None:
         responses = read_responses(options.responses)
         answer = answer_format(options.answer or BOXED)
         chosen = methods_for(options.method, responses, options.advantages, bool(options.reference))
-        tokenizer, load = model_of(options.model, device, options.dtype)
+        names = (options.model, options.after, options.reference)
+        models = {name: model_of(name, device, options.dtype) for name in names if name}
+        tokenizer, _ = models[options.model]
         responses = [with_messages(row, tokenizer) for row in responses]
         decoded = sum(row.decoded for row in responses)
         if decoded:
@@ -92,28 +96,22 @@ def run(options: argparse.Namespace) -> None:
                 f"{decoded} prompts are read without their control tokens, which verl did not write: the chat template of "
                 "--model does not make these texts",
             )
-        second_models = {}
-        for option in ("after", "reference"):
-            name = getattr(options, option)
-            if name:
-                second_models[option] = name, model_of(name, device, options.dtype)[1]
-        sources = [options.model, options.after, options.reference, *map(str, options.files)]
+        sources = [*models, *map(str, options.files)]
         lines = analyze(
             with_rewards(responses, tokenizer),
             chosen,
             options.out,
-            tokenizer,
-            load,
+            models,
             model=options.model,
+            later=options.after,
+            reference=options.reference,
             temperature=options.temperature,
             tokens=tokens,
             advantages=options.advantages,
             answer=answer,
-            later=second_models.get("after"),
-            reference=second_models.get("reference"),
             provenance={
                 "dtype": options.dtype,
-                "files": {name: files_digest(name) for name in sources if name},
+                "files": {name: files_digest(name) for name in sources},
             },
         )
         say(*lines)
@@ -129,16 +127,15 @@ def analyze(
     responses: Sequence[Response],
     chosen: Mapping[str, BaseMethod],
     folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    load: Callable[[], PreTrainedModel],
+    models: Mapping[str, Loadable],
     *,
     model: str,
+    later: str | None = None,
+    reference: str | None = None,
     temperature: float = 1.0,
     tokens: int = FORWARD_TOKENS,
     advantages: str = "auto",
     answer: AnswerFormat = BOXED,
-    later: tuple[str, Callable[[], PreTrainedModel]] | None = None,
-    reference: tuple[str, Callable[[], PreTrainedModel]] | None = None,
     provenance: Mapping[str, Any] = {},
 ) -> list[str]:
     """Write the files ``step_000000.parquet``, ... that a folder lacks, new or of the same analysis; returns lines that
@@ -148,20 +145,21 @@ def analyze(
         responses: with their rewards.
         chosen: methods by the names of their columns.
         folder: new, or with an analysis of the same.
-        tokenizer: of the model.
-        load: gives the model on its device, and is not called where no file is missing.
-        model: its name.
+        models: by name a tokenizer and a function that loads the model on its device, which is not called where no file
+            is missing.
+        model: the name of the one that generated the responses.
+        later: that of a later checkpoint, for the column ``effect``.
+        reference: that of the model of reference log-probabilities.
         temperature: of the sampling.
         tokens: most of a forward pass.
         advantages: see :func:`advantages_of`.
         answer: the format of answers.
-        later: name and loader of a later checkpoint, for the column ``effect``.
-        reference: name and loader of the model of reference log-probabilities.
         provenance: what else changes the figures, by name, such as the files of the model.
 
     Raises:
         ValueError: the folder holds something else, a response cannot be read, or all methods failed.
     """
+    tokenizer, load = models[model]
     values, source = advantages_of(responses, advantages)
     complain("analyze", f"{len(responses)} responses; advantage: {source}")
     about = {
@@ -169,8 +167,8 @@ def analyze(
         # With all options, so that another default is another analysis.
         "methods": {name: repr(method) for name, method in chosen.items()},
         "answer": answer.name,
-        "after": later and later[0],
-        "reference": reference and reference[0],
+        "after": later,
+        "reference": reference,
         "temperature": temperature,
         **provenance,
         "responses": digest(json.dumps([values, list(map(repr, responses))])),
@@ -205,15 +203,15 @@ def analyze(
         check_fits(loaded, rollouts)
         write_whole(folder / RECORD, json.dumps(record))
         host = partial(PlainHost, temperature=temperature, tokens=tokens, device=loaded.device)
-        later_model = later and later[1]()
-        reference_model = reference and reference[1]()
+        later_model = later and models[later][1]()
+        reference_model = reference and models[reference][1]()
     for number, part in parts.items():
         r = replace(rollouts.part(part), tokenizer=tokenizer)
         columns = host(loaded, r).columns(OF_POLICY)
         if reference_model:
             reference_columns = host(reference_model, r).columns((OLD_LOG_PROBS,))
             columns[REF_LOG_PROBS] = reference_columns[OLD_LOG_PROBS]
-        if later and later_model:
+        if later_model:
             later_columns = host(later_model, r).columns((OLD_LOG_PROBS,))
             effect_BT = later_columns[OLD_LOG_PROBS] - columns[OLD_LOG_PROBS]
             effects = [
@@ -221,7 +219,7 @@ def analyze(
                 for key, effect_T, ids in zip(r.keys, effect_BT, r.responses, strict=True)
             ]
             table = pa.Table.from_pylist(effects, schema=RECEIVED_SCHEMA)
-            write_received(folder, {"step": number, "models": [model, later[0]]}, table)
+            write_received(folder, {"step": number, "models": [model, later]}, table)
         r = replace(r, columns=columns)
         weighed = {}
         for name, method in chosen.items():
@@ -291,22 +289,16 @@ def _summary(
         line = f"{name}: {scored} of {count} responses have scores"
         for reason, without in counts.items():
             line += f"; {without} without ({reason})"
-        line += change_line(changes[name])
+        if changes[name].any():
+            correct, incorrect, scores = change_shares(changes[name]).values()
+            line += (
+                f"; of its change {correct:.0%} is answers' content in correct and {incorrect:.0%} in incorrect responses, "
+                f"{scores:.0%} its scores"
+            )
         if name in failed:
             line += f"; failed, {failed[name]}"
         lines.append(line)
     return lines
-
-
-def change_line(sums: np.ndarray) -> str:
-    """Say what a method's change of the token advantages consists of; empty where it changes none."""
-    if not sums.any():
-        return ""
-    correct, incorrect, scores = change_shares(sums).values()
-    return (
-        f"; of its change {correct:.0%} is answers' content in correct and {incorrect:.0%} in incorrect responses, "
-        f"{scores:.0%} its scores"
-    )
 
 
 def record_in(folder: Path) -> dict[str, Any]:

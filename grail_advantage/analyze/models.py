@@ -18,13 +18,13 @@ from grail_advantage.text_io import why
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    Loadable = tuple[PreTrainedTokenizerBase, Callable[[], PreTrainedModel]]
+
 PACKAGED = ("smollm2", "tiny")  # the models that packages have, by name
 ANOTHER = "give --model the model that generated the response"
 
 
-def model_of(
-    name: str, device: str = "cpu", dtype: str = "auto"
-) -> tuple[PreTrainedTokenizerBase, Callable[[], PreTrainedModel]]:
+def model_of(name: str, device: str = "cpu", dtype: str = "auto") -> Loadable:
     """Give a model's tokenizer, and a function that loads the model on its device. ValueError: one cannot be loaded."""
     try:
         if name in PACKAGED:

@@ -43,8 +43,7 @@ def with_values(source: Path, out: Path, *options: str) -> list[dict[str, Any]]:
 
 
 def analyzed(lines: Path, out: Path, chosen: dict[str, Any]) -> Path:
-    tokenizer, load = model_of("tiny")
-    analyze(read_responses(lines), chosen, out, tokenizer, load, model="tiny")
+    analyze(read_responses(lines), chosen, out, {"tiny": model_of("tiny")}, model="tiny")
     return out
 
 

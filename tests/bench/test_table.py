@@ -151,9 +151,8 @@ def analyzed(
     lines: Path, out: Path, chosen: dict[str, Method], advantages: str = "auto"
 ) -> Path:
     tokenizer = build_tokenizer()
-    load = lambda: build_model(tokenizer, 0).eval()  # noqa: E731
-    responses = read_responses(lines)
-    analyze(responses, chosen, out, tokenizer, load, model="m", advantages=advantages)
+    models = {"m": (tokenizer, lambda: build_model(tokenizer, 0).eval())}
+    analyze(read_responses(lines), chosen, out, models, model="m", advantages=advantages)
     return out
 
 

@@ -78,16 +78,16 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
         for row, source in enumerate(hosts.RESPONSES)
         if row in chosen
     ]
+    loaders = {"tiny": tiny_model, "other": hosts.reference_model}
     analyze(
         responses,
         methods,
         tmp_path / "a",
-        char_tokenizer(),
-        tiny_model,
+        {name: (char_tokenizer(), load) for name, load in loaders.items()},
         model="tiny",
+        reference="other",
         temperature=hosts.TEMPERATURE,
         tokens=tokens,
-        reference=("other", hosts.reference_model),
     )
     lengths_B1 = torch.tensor([[len(source.ids)] for source in hosts.RESPONSES])
     # An analysis takes every token for the model's, and no response for truncated.
@@ -109,14 +109,17 @@ def run(
     folder: Path,
     tokenizer: Any = None,
     sizes: Mapping[str, int] = {},
-    **options: Any,
+    later: str | None = None,
 ) -> list[str]:
-    """An analysis by a tiny model."""
+    """An analysis by a tiny model, of which a later one has other weights."""
     tokenizer = tokenizer or char_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, **sizes}
-    load = partial(tiny_model, **sizes)
+    models = {
+        name: (tokenizer, partial(tiny_model, **sizes, seed=seed))
+        for seed, name in enumerate(("m", "later"))
+    }
     chosen = methods_for(specs, responses)
-    return analyze(responses, chosen, folder, tokenizer, load, model="m", **options)
+    return analyze(responses, chosen, folder, models, model="m", later=later)
 
 
 def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Path):
@@ -131,23 +134,17 @@ def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Pa
 
 def test_the_effect_between_two_checkpoints(tmp_path: Path):
     """Against each model's own log-probabilities, with no receipt of an update."""
-    sizes = {"vocab_size": len(char_tokenizer()), "max_position_embeddings": 512}
-    later = partial(tiny_model, **sizes, seed=1)
-    run(RESPONSES, ["surprisal"], tmp_path, later=("later", later))
+    run(RESPONSES, ["surprisal"], tmp_path, later="later")
     dump = read_dump(tmp_path)
     assert not dump.receipts() and not dump.problems
+    models = [tiny_model(max_position_embeddings=512, seed=seed) for seed in (0, 1)]
     for row in dump:
         ids = torch.tensor([[*row.prompt_ids, *row.token_ids_T]])
+        earlier_SV, later_SV = (model(ids).logits[0].log_softmax(-1) for model in models)
         # A token is predicted at the position before it.
-        predictors = slice(len(row.prompt_ids) - 1, -1)
-        earlier_log_probs, later_log_probs = (
-            model(ids).logits[0, predictors].log_softmax(-1)
-            for model in (tiny_model(**sizes), later())
-        )
-        change_T = (later_log_probs - earlier_log_probs).gather(
-            1, torch.tensor(row.token_ids_T)[:, None]
-        )[:, 0]
-        np.testing.assert_allclose(row.effect_T, change_T.detach(), rtol=1e-4, atol=1e-5)
+        change_S = (later_SV - earlier_SV)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        change_T = change_S[len(row.prompt_ids) - 1 :].detach()
+        np.testing.assert_allclose(row.effect_T, change_T, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -433,9 +430,8 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
         return tiny_model()
 
     def analysis(folder: str, responses: Sequence[Response] = responses) -> list[str]:
-        return analyze(
-            responses, chosen, tmp_path / folder, char_tokenizer(), load, model="m"
-        )
+        models = {"m": (char_tokenizer(), load)}
+        return analyze(responses, chosen, tmp_path / folder, models, model="m")
 
     summary = analysis("whole")
     # 70 responses are files of 32, 32 and 6; without the second 38 are left.
@@ -518,8 +514,8 @@ def test_answers_in_another_format_are_told(
             f"{name}.jsonl", [{"prompt": "Two?", "response": text} for text in texts]
         )
         call(f"{name}.jsonl --method grail --out {name}")
-        told = f"{count} of 3 responses have an answer.*--answer=hashes"
-        assert re.search(told, capsys.readouterr().err)
+        expected = f"{count} of 3 responses have an answer.*--answer=hashes"
+        assert re.search(expected, capsys.readouterr().err)
     call("none.jsonl --method grail --answer hashes --out hashes")
     assert "format" not in capsys.readouterr().err
     dump = read_dump("hashes")
