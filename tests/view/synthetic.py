@@ -61,20 +61,20 @@ def write_dump(
     methods: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
-    """A run with a dump of sums: a labelled incorrect step in each incorrect response, few of which are truncated."""
+    """A run with a dump of sums: a labelled incorrect step in each incorrect response. Responses to the second problem are
+    all correct, and so have no scores."""
     rows = []
     for number, step in enumerate(steps):
         rng = np.random.default_rng([seed, step])
         for group in range(problems):
             # The same problems in every second file, and with every seed.
             numbers = np.random.default_rng([group, number % 2]).integers(3, 60, size=3)
-            correct = rng.random(RESPONSES) < 0.5
+            correct = rng.random(RESPONSES) < (1 if group == 1 else 0.5)
             for place, is_correct in enumerate(correct.tolist()):
                 row = _response(rng, numbers.tolist(), is_correct, filler)
                 advantage = is_correct - correct.mean()
                 if advantage == 0:
-                    row.no_scores = row.no_scores or "advantage 0"
-                if row.no_scores:
+                    row.no_scores = "advantage 0"
                     row.weight_T[:] = 1
                     row.score_T[:] = np.nan
                 row.base_advantage_T[:] = advantage
@@ -98,7 +98,7 @@ def write_dump(
 def _response(
     rng: np.random.Generator, numbers: Sequence[int], correct: bool, filler: int
 ) -> DumpRow:
-    """One response, which may be truncated; an incorrect one errs in its second step."""
+    """One response; an incorrect one errs in its second step."""
     a, b, c = numbers
     total = a + b + c + (0 if correct else 10)
     thoughts = "Let me think about this carefully.\n" * int(rng.integers(0, 3 * filler + 1))
@@ -106,25 +106,7 @@ def _response(
     second = split(f"Together that is {a + b} + {c} = {total}.\n")
     tokens = [*first, *second, *split(f"The answer is \\boxed{{{total}}}."), ""]
     end = len(first) + len(second)
-    truncated = rng.random() < 0.06
-    if truncated:
-        tokens = tokens[: end - 2]
     count = len(tokens)
-    answer = {
-        "reward": 0.0,
-        "outcome": "wrong",
-        "truncated": True,
-        "no_scores": "truncated",
-    }
-    if not truncated:
-        # The box begins after "The answer is ", and its content after "\boxed{"; "}." and the end token follow.
-        answer = {
-            "reward": float(correct),
-            "outcome": "right" if correct else "wrong",
-            "answer": str(total),
-            "span": (end + 4, end + 7, count - 3, count - 2),
-            "labels": {} if correct else {"wrong_step": [len(first), end]},
-        }
     return dump_row(
         np.clip(1 + 0.5 * rng.standard_normal(count), 0.5, 5),
         tokens=tokens,
@@ -134,7 +116,12 @@ def _response(
         score_T=rng.lognormal(-3, 1, count),
         old_log_prob_T=-rng.exponential(0.4, count),
         entropy_T=rng.exponential(0.4, count),
-        **answer,
+        reward=float(correct),
+        outcome="right" if correct else "wrong",
+        answer=str(total),
+        # The box begins after "The answer is ", and its content after "\boxed{"; "}." and the end token follow.
+        span=(end + 4, end + 7, count - 3, count - 2),
+        labels={} if correct else {"wrong_step": [len(first), end]},
     )
 
 

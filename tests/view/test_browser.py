@@ -404,6 +404,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         answer=TEXTS[1] + "\u202e",
         no_scores=TEXTS[1],
         id=TEXTS[1],
+        truncated=True,
     )
     other = dump_row([1.0] * 4, tokens=["ok", "אב", "גד", "הו"], row=1, outcome="wrong")
     # The header, the findings and the metrics are others' texts as well.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -95,8 +93,3 @@ def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture) -> None
         == 0
     )
     assert "seeds 2." in capsys.readouterr().out
-
-
-def test_it_starts_without_torch() -> None:
-    names = "import sys, grail_advantage.compare; print(sorted({'numpy', 'scipy', 'torch'} & set(sys.modules)))"
-    assert subprocess.check_output([sys.executable, "-c", names], text=True).strip() == "[]"
