@@ -125,8 +125,9 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> BaseMethod:
     options = options or {}
     for option_name in fixed:
         if options.get(option_name) is not None:
-            name = f"{cls.section}.{option_name}"
-            raise ValueError(f"{name} is set by algorithm.adv_estimator: {cls.names}")
+            raise ValueError(
+                f"{cls.section}.{option_name} is set by algorithm.adv_estimator: {cls.names}"
+            )
     return cls(**{**options, **fixed})
 
 

@@ -1,7 +1,5 @@
 """What lies in the clone, so that a test which leaves something there is noticed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Configurations of the recipe as a command line gives them. Hydra takes a third of a second for one composition: it is made
 once a name, and the values of a command line are applied by hydra's own code to a copy."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import cache

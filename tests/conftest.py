@@ -1,7 +1,5 @@
 """Settings for all tests, where they run, and which of them may run at the same time."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Code blocks of the documentation, so that tests run what a reader copies."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

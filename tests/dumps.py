@@ -1,7 +1,5 @@
 """Rows of a dump for tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

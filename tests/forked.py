@@ -1,7 +1,5 @@
 """Modules as programs in processes of multiprocessing's fork server, which imports torch and verl once for all of them."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import multiprocessing

@@ -4,8 +4,6 @@ This module has the responses and the dump of a plain model. verl's dump is comp
 TRL's in ``trl_ext/dump_checks.py``, that of an analysis in ``view/test_analyze.py``. B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ Faults are made in copies of the project, whose tests run there, each in a fork 
 or TRL. A fault that its test does not see survives, and the status is 1.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import gc

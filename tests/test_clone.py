@@ -1,7 +1,5 @@
 """Tests run in an empty folder, and one that leaves something in the clone is noticed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -9,7 +7,7 @@ from tests.clone import ROOT, changed, files
 from tests.composed import compose
 
 
-def test_nothing_of_the_clone_or_at_home_is_in_reach() -> None:
+def test_nothing_of_the_clone_or_at_home_is_in_reach():
     """Relative paths, home, caches and the folders of runs lead into a folder that no earlier run has seen."""
     away = Path.cwd()
     assert not away.is_relative_to(ROOT) and not (away / "outputs").exists()
@@ -21,7 +19,7 @@ def test_nothing_of_the_clone_or_at_home_is_in_reach() -> None:
         assert Path(compose(name).run.folder).is_relative_to(away)
 
 
-def test_what_a_test_leaves_is_named(tmp_path: Path) -> None:
+def test_what_a_test_leaves_is_named(tmp_path: Path):
     """A source that an editor saves meanwhile, and a tool's cache, are not."""
     for name in ("outputs/run/metrics.jsonl", "data/a.parquet", "recipe/rules.py"):
         (tmp_path / name).parent.mkdir(parents=True)

@@ -1,8 +1,6 @@
 """The pages: links lead somewhere, commands are known to what they name, and the front page's file has the package's weights.
 Other tests run or import the blocks that are marked ``run`` or ``file`` (``tests/documentation.py``)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -59,7 +57,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere():
     broken = []
     for page in PAGES:
         for link in _LINK.finditer(_text(page)):
@@ -79,13 +77,12 @@ def test_links_lead_somewhere() -> None:
         "examples",
         "benchmarks",
     ):  # what messages name
-        for file in (
-            file
-            for file in (ROOT / folder).rglob("*")
-            if file.suffix in (".py", ".sh", ".yaml")
-        ):
-            named = re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
-            broken += [(file.name, page) for page in named if not (ROOT / page).exists()]
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in (".py", ".sh", ".yaml"):
+                named = re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
+                broken += [
+                    (file.name, page) for page in named if not (ROOT / page).exists()
+                ]
     assert len(PAGES) > 10 and not broken
 
 
@@ -97,7 +94,7 @@ BASH = "".join(
 )
 
 
-def test_what_commands_name_is_there() -> None:
+def test_what_commands_name_is_there():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -135,7 +132,7 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS)
 def test_verl_takes_the_command(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` are a run's usual ones."""
     monkeypatch.setenv("PWD", str(tmp_path))  # where its token dump goes
     from verl.utils.config import validate_config
@@ -148,16 +145,14 @@ def test_verl_takes_the_command(
         "ppo_trainer", [*USUAL, *overrides] if "..." in words else overrides, VERL
     )
     config.trainer.device = "cpu"
-    options = (
-        config.algorithm.adv_estimator not in methods()
-        or "mine" in config.trainer.v1.trainer_mode
-    )
-    if not options:  # what the page brings itself is registered where its tests run it
+    mode = config.trainer.v1.trainer_mode
+    # What the page brings itself is registered where its tests run it.
+    if config.algorithm.adv_estimator in methods() and "mine" not in mode:
         validate_config(config, use_reference_policy=False, use_critic=False)
         assert config.trainer.v1.trainer_mode.startswith("grail_")
 
 
-def test_the_example_of_how_it_works_runs(tmp_path: Path) -> None:
+def test_the_example_of_how_it_works_runs(tmp_path: Path):
     tiny_model().save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
     (snippet,) = snippets("how_it_works.md")
@@ -176,7 +171,7 @@ SHOWN = {block["language"]: block["text"] for block in _FENCE.finditer(SCREEN)}
 ROWS = [*ROLLOUTS.values(), Rollout("Six?", r"=\boxed{6}" + 900 * "x", -1.0)]
 
 
-def test_the_first_screens_command_draws_three_answers() -> None:
+def test_the_first_screens_command_draws_three_answers():
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1",
@@ -234,7 +229,7 @@ ONE_FILE = [
 @pytest.mark.parametrize(("answer", "span", "temperature", "make"), ONE_FILE)
 def test_the_first_screens_weights_are_the_packages(
     answer: str, span: str, temperature: float, make: Any
-) -> None:
+):
     assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(
         encoding="utf-8"
     )

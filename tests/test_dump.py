@@ -1,8 +1,6 @@
 """The token dump: what is read is what was written, older files too; a damaged one costs itself, and a disk nothing else; and a
 foreign run's folder, of which nothing acts and through whose links nothing is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -51,7 +49,7 @@ HEADER = DumpHeader(
 
 
 class TestReading:
-    def test_header_and_rows(self, tmp_path: Path) -> None:
+    def test_header_and_rows(self, tmp_path: Path):
         """With every column, those of several methods included."""
         labels = [
             {"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]},
@@ -82,7 +80,7 @@ class TestReading:
         frame = pd.read_parquet(path)
         assert frame["weight"][0].dtype == np.float32 and list(frame["key"]) == texts
 
-    def test_a_table_has_what_was_received_by_key(self, tmp_path: Path) -> None:
+    def test_a_table_has_what_was_received_by_key(self, tmp_path: Path):
         written = table_of([dump_row([1.0, 2.0], key=key) for key in "abc"])
         for step in (1, 2):
             write_step(tmp_path, replace(HEADER, step=step), written)
@@ -104,7 +102,7 @@ class TestReading:
             and third.effect_T is not None
         )
 
-    def test_older_and_newer_files(self, tmp_path: Path) -> None:
+    def test_older_and_newer_files(self, tmp_path: Path):
         """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
         written = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(
             "rollout_log_probs"
@@ -142,7 +140,7 @@ class TestReading:
 class TestWriting:
     def test_what_fails_leaves_the_file_that_was_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    ):
         row = dump_row([1.0, 2.0])
         path = write_step(tmp_path, HEADER, table_of([row]))
         uneven = table_of([row, dump_row([1.0, 2.0], entropy_T=[1.0])])
@@ -159,7 +157,7 @@ class TestWriting:
         assert [len(row) for row in read_dump(tmp_path)] == [2]
         assert list(tmp_path.iterdir()) == [path]
 
-    def test_a_resumed_run_removes_its_steps_and_nothing_else(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_removes_its_steps_and_nothing_else(self, tmp_path: Path):
         for step, update in ((9, 0), (10, 0), (10, 3), (11, 0)):
             write_step(tmp_path, replace(HEADER, step=step, update=update), table_of([]))
         write_received(tmp_path, received_header(10), received([], []))
@@ -179,7 +177,7 @@ class TestWriting:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
-    ) -> None:
+    ):
         """And, if it hangs, one wait; it is said once."""
         rollouts = hosts.plain_rollouts()
         folder = tmp_path / "folder"
@@ -222,9 +220,7 @@ BROKEN = b'\xff\n[1]\nnull\n{"step": "x"}\n{"step": NaN}\n' + b"[" * 100_000 + b
         (BROKEN + ONE, ONE),
     ],
 )
-def test_lines_of_metrics_up_to_the_step_stay(
-    tmp_path: Path, earlier: bytes, later: bytes
-) -> None:
+def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path, earlier: bytes, later: bytes):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(earlier)
     file = MetricsFile(path, 2)
@@ -235,7 +231,7 @@ def test_lines_of_metrics_up_to_the_step_stay(
     assert path.read_bytes() == b""
 
 
-def test_metrics_are_strict_json(tmp_path: Path) -> None:
+def test_metrics_are_strict_json(tmp_path: Path):
     """Which has no NaN and no infinity: such a figure is null, and is read as NaN."""
     path = tmp_path / "run/metrics.jsonl"
     MetricsFile(path, -1).add(
@@ -251,7 +247,7 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
     assert math.isnan(figures["a"][3]) and figures["d"] == {3: 1.5}
 
 
-def test_no_visible_character_acts() -> None:
+def test_no_visible_character_acts():
     text = visible("".join(map(chr, range(sys.maxunicode + 1))), breaks=False)
     text.encode()
     kinds = {unicodedata.category(sign) for sign in set(text) - {"\u200d"}}
@@ -259,7 +255,7 @@ def test_no_visible_character_acts() -> None:
     assert visible(text, breaks=False) == text
 
 
-def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
+def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path):
     """Nothing is written through a link, and what is no plain file, which may have no end, is not read."""
     precious = tmp_path / "precious"
     run = tmp_path / "run"

@@ -1,7 +1,5 @@
 """A run's folder is locked while the run lives, and by nothing afterwards; where it cannot be locked, a warning says so."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import socket
@@ -23,7 +21,7 @@ input()
 """
 
 
-def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
+def test_a_folder_is_held_until_its_process_ends(tmp_path: Path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -54,7 +52,7 @@ def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     """Whatever a killed run, or an earlier version, left as its lock."""
 
     def flock(*_: Any) -> None:
@@ -76,7 +74,7 @@ def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
 @pytest.mark.parametrize("kind", ["a file", "a link to nowhere"])
 def test_what_is_no_folder_is_left_to_who_writes_there(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     folder = tmp_path / "run"
     if kind == "a file":
         folder.touch()

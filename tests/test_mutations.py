@@ -3,7 +3,7 @@
 from tests.mutations import FAULTS, ROOT, planted
 
 
-def test_every_fault_finds_its_place() -> None:
+def test_every_fault_finds_its_place():
     for fault in FAULTS:
         source = (ROOT / fault.file).read_text(encoding="utf-8")
         assert planted(source, fault) != source, fault

@@ -1,8 +1,6 @@
 """Every rule of verl's host and of the recipe, by an example that breaks it and no other: without the rule its example fails
 here. The first override of an example is of the option that the message names. TRL's are in ``trl_ext/core_checks.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,7 +213,7 @@ def _platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("name", "configuration", "overrides"), ALL_REFUSED)
 def test_refused_before_the_trainer_is_chosen(
     name: str, configuration: str, overrides: str
-) -> None:
+):
     config = composed(overrides, configuration)
     mode = config.trainer.v1.trainer_mode
     with pytest.raises(ValueError, match=f"^{option_of(overrides)}="):
@@ -232,7 +230,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_warned_of(name: str, caplog: pytest.LogCaptureFixture):
     check_config(composed(WARNED[name]))
     (message,) = warnings_of(caplog)
     assert message.startswith(f"{option_of(WARNED[name])}=")
@@ -241,7 +239,7 @@ def test_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(("shortcut", "why_not", "name", "overrides"), SHORTCUTS)
 def test_a_shortcut_is_not_taken(
     shortcut: str, why_not: Callable[..., str], name: str, overrides: str
-) -> None:
+):
     """With ``auto``; ``true`` is refused."""
     option = option_of(overrides)
     why = why_not(
@@ -264,7 +262,7 @@ def refusing(settings: Settings, configuration: str) -> list[Rule]:
     return [rule for rule in table if not rule.warned]
 
 
-def test_an_example_breaks_one_rule_and_every_rule_has_one() -> None:
+def test_an_example_breaks_one_rule_and_every_rule_has_one():
     """So that a rule that goes leaves an example that nothing refuses, or warns of."""
     examples = []
     for name, configuration, overrides in ALL_REFUSED:
@@ -289,7 +287,7 @@ def test_an_example_breaks_one_rule_and_every_rule_has_one() -> None:
 
 def test_the_defaults_break_no_rule(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     assert why_not_skip(parsed(composed(f"{SKIP}=true"))) == ""
     prepare(composed(""))
     prepare(composed("", STOCK))
@@ -298,7 +296,7 @@ def test_the_defaults_break_no_rule(
     assert warnings_of(caplog) == []
 
 
-def test_what_the_loaded_model_has_against_it() -> None:
+def test_what_the_loaded_model_has_against_it():
     settings = parsed(composed(""))
     router = SimpleNamespace(
         get_text_config=lambda: SimpleNamespace(output_router_logits=True)

@@ -1,8 +1,6 @@
 """Rewards of a prompt's four responses, of which some cannot be used, and what every host makes of them: an advantage among the
 others, and none for these. Compared in ``verl_ext/test_one_step.py`` and ``trl_ext/core_checks.py``."""
 
-from __future__ import annotations
-
 import math
 
 NAN = math.nan

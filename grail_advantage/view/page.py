@@ -129,7 +129,8 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     held = Held()
     wholes = [Whole(run, number) for number, run in enumerate(runs)]
     # What a run leaves of its share goes to those after it.
-    for remaining, of_run in zip(range(len(runs), 0, -1), wholes, strict=True):
+    for of_run in wholes:
+        remaining = len(runs) - of_run.number
         rollouts_of_run = (rollouts - len(held.rows)) / remaining
         room_of_run = (room - held.size) / remaining
         of_run.read(held, rollouts_of_run, room_of_run)
@@ -141,9 +142,7 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
         if lines:
             plots.append({"title": name, "lines": lines})
     index = {
-        "runs": [
-            {"name": name, **of_run.index()} for name, of_run in zip(names, wholes, strict=True)
-        ],
+        "runs": [{"name": names[of_run.number], **of_run.index()} for of_run in wholes],
         "methods": methods,
         "curves": curves,
         "profiles": plots,

@@ -4,8 +4,6 @@ It goes with the file: as long as Playwright is open, an event loop runs in this
 of the same process fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs that never ran: metrics and token dumps with a seed, as long and as many as a test needs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The analysis of existing responses: its dump is that of a plain model, see ``tests/hosts.py``."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -235,7 +233,7 @@ def test_lines_that_cannot_be_read_are_named(line: str, message: str, tmp_path: 
 @pytest.mark.parametrize("end", ["", "</s>", "</s> [SEP]"])
 def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(
     front: str, end: str, prompt: str
-) -> None:
+):
     tokenizer = copy.deepcopy(real.sentencepiece_tokenizer("bpe"))
     tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
     ids = {
@@ -274,7 +272,7 @@ def test_methods_on_the_command_line():
         (r"pattern:expression=7 of 9,inside=2.5", "7 of 9"),
     ],
 )
-def test_an_option_may_hold_a_comma(spec: str, expression: str) -> None:
+def test_an_option_may_hold_a_comma(spec: str, expression: str):
     method = parse_method(spec)
     assert (method.expression, method.inside) == (expression, 2.5)
 
@@ -320,7 +318,7 @@ SENTENCEPIECE = [partial(real.sentencepiece_tokenizer, kind) for kind in ("bpe",
 @pytest.mark.parametrize("text", ["2+3= 58\n\nSoxy.", "🙂 2é\n3+=\n", " Ab  8", "z 🙂8"])
 def test_a_labelled_character_has_the_token_that_holds_it(
     make: Callable[[], Any], text: str
-) -> None:
+):
     """Each character that is no blank occurs once, so that its bytes tell its tokens."""
     tokenizer = make()
     texts = TokenTexts(tokenizer)
@@ -353,7 +351,7 @@ def test_a_labelled_character_has_the_token_that_holds_it(
         assert ranges_of(ids, ids) == [*ranges, steps]
 
 
-def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
+def test_labels_beside_special_tokens_and_in_a_tidied_text():
     tokenizer = real.sentencepiece_tokenizer("bpe")
     texts = TokenTexts(tokenizer)
 
@@ -377,7 +375,7 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text() -> None:
         tokenizer.clean_up_tokenization_spaces = False
 
 
-def test_labels_of_lines_in_a_dump(tmp_path: Path) -> None:
+def test_labels_of_lines_in_a_dump(tmp_path: Path):
     """A text gets its end token, and only if it is labelled."""
     tokenizer = real.sentencepiece_tokenizer("unigram")
     text = "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
@@ -418,7 +416,7 @@ class Fails(Method):
 
 def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
     tmp_path: Path, monkeypatch: Any, request: pytest.FixtureRequest
-) -> None:
+):
     register("fails")(Fails)
     request.addfinalizer(partial(METHODS.pop, "fails"))
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
@@ -462,7 +460,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
             analysis("whole", changed)
 
 
-def test_groups_stay_in_one_file() -> None:
+def test_groups_stay_in_one_file():
     grouped = [
         replace(RESPONSES[0], id=str(place), group=str(place % 7)) for place in range(70)
     ]
@@ -504,9 +502,7 @@ def test_command(call: Callable[[str], None], capsys: Capture):
         call("missing.jsonl --method grail")
 
 
-def test_answers_in_another_format_are_told(
-    call: Callable[[str], None], capsys: Capture
-) -> None:
+def test_answers_in_another_format_are_told(call: Callable[[str], None], capsys: Capture):
     """Where hardly any response has an answer, and where another format finds more."""
     answers = {"none": ["#### 42"] * 3, "mixed": ["#### 42", r"\boxed{42}", "#### 43"]}
     for (name, texts), count in zip(answers.items(), (0, 1), strict=True):
@@ -532,7 +528,7 @@ LINE = {"prompt": "Two and three?", "response": r"So \boxed{6}", "reward": 0.0}
 )  # fmt: skip
 def test_an_option_with_which_no_model_runs_is_refused_by_its_name(
     option: str, tmp_path: Path
-) -> None:
+):
     write_lines(tmp_path / "r.jsonl", [LINE])
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as refused:
@@ -543,7 +539,7 @@ def test_an_option_with_which_no_model_runs_is_refused_by_its_name(
     assert option.split("=")[0] in message and not out.exists()
 
 
-def test_the_prompt_is_the_one_that_the_model_read() -> None:
+def test_the_prompt_is_the_one_that_the_model_read():
     """With the tools and the options that the chat template had; a begun answer is continued."""
     tokenizer = char_tokenizer.__wrapped__()
     tokenizer.chat_template = (
@@ -567,7 +563,7 @@ def test_the_prompt_is_the_one_that_the_model_read() -> None:
         methods_for(["rlsd"], [row])
 
 
-def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) -> None:
+def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path):
     """The model may have more embeddings than the tokenizer has tokens, and samples one of them now and then; the answer is
     found all the same. Ids that the model lacks, or many that the tokenizer lacks, are those of another model."""
     size = len(char_tokenizer())
@@ -584,7 +580,7 @@ def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path) 
             run([unlike], ["grail"], tmp_path / "b", sizes=sizes)
 
 
-def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path) -> None:
+def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path):
     # "Two?" and 61 letters are 65 tokens.
     row = Response(id="long", prompt="Two?", response="a" * 61)
     run([row], ["surprisal"], tmp_path / "a", sizes={"max_position_embeddings": 65})
@@ -615,7 +611,7 @@ class Mine(Method):
 
 def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
     call: Callable[[str], None],
-) -> None:
+):
     """What changes a figure is named where it differs; the same command resumes."""
     write_lines("r.jsonl", [LINE])
     Path("mine.py").write_text(OWN)
@@ -647,7 +643,7 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
 
 
 @pytest.mark.parametrize("name", ["analyze.__main__", "compare", "report"])
-def test_help_imports_nothing_slow(name: str) -> None:
+def test_help_imports_nothing_slow(name: str):
     code = (
         "import atexit, sys\n"
         "slow = {'numpy', 'scipy', 'torch', 'transformers'}\n"
@@ -660,9 +656,7 @@ def test_help_imports_nothing_slow(name: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
-def test_files_of_trainers_are_the_lines_that_they_mean(
-    tmp_path: Path, trainer: str
-) -> None:
+def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path: Path, trainer: str):
     """verl's own writer, which drops control tokens, and TRL's columns: read as the messages that the model saw."""
     _, tokenizer = load_shipped()
     prompts = [[{"role": "user", "content": text}] for text in ("2+3=", "2+3=", "(1+1)*2=")]

@@ -1,7 +1,5 @@
 """``compare``: intervals against SciPy's, pairs by seed, the faults that it names."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -39,7 +37,7 @@ def write_run(path: Path, values: np.ndarray, *, form: str = "metrics.jsonl") ->
 
 
 @pytest.mark.parametrize("form", ["metrics.jsonl", ".jsonl", "trainer_state.json"])
-def test_the_table_is_scipys(tmp_path: Path, form: str, capsys: Capture) -> None:
+def test_the_table_is_scipys(tmp_path: Path, form: str, capsys: Capture):
     sides = []
     for name, runs in zip(("grail", "uniform"), VALUES, strict=True):
         paths = [tmp_path / f"seed{seed}" / name for seed in range(4)]
@@ -56,14 +54,14 @@ def test_the_table_is_scipys(tmp_path: Path, form: str, capsys: Capture) -> None
         assert all(f"<td>{cell}</td>" in page.read_text() for cell in row)
 
 
-def test_seeds_that_a_difference_takes_are_those_of_the_noncentral_t() -> None:
+def test_seeds_that_a_difference_takes_are_those_of_the_noncentral_t():
     for seeds in compare.COUNTS:
         distance = compare.smallest_shown(0.3, seeds) / 0.3 * math.sqrt(seeds)
         power = stats.nct.sf(stats.t.ppf(0.975, seeds - 1), seeds - 1, distance)
         assert power == pytest.approx(0.8, abs=0.04)
 
 
-def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture):
     grail = [
         write_run(tmp_path / f"grail-seed{seed}", VALUES[0, seed]) for seed in range(3)
     ]

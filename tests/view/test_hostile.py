@@ -1,7 +1,5 @@
 """Files that nobody wrote as they should: the page, its command and the analysis read them, or say what is wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile
@@ -47,7 +45,7 @@ good: dict[str, Any] = {"prompt": "a", "response": "b c"}
 @example({"steps": ["a", 1], "error": -1})
 @example({"reward": 10**400})
 @example({"error": [0, 10**30]})
-def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]) -> None:
+def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "r.jsonl"
         path.write_text(json.dumps(good) + "\n" + json.dumps({**good, **changes}) + "\n")
@@ -61,7 +59,7 @@ def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]) -> None:
 
 def test_a_damaged_file_costs_its_own_responses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
-) -> None:
+):
     """Cut or with other bytes: the page is written without it and names it, once."""
     write_metrics(tmp_path, 2)
     write_dump(tmp_path, (1, 2), problems=1)
@@ -219,7 +217,7 @@ def foreign(tmp_path: Path, capsys: Any, caplog: Any) -> Foreign:
     return Foreign(tmp_path, capsys, caplog)
 
 
-def test_a_foreign_header_costs_its_file(foreign: Foreign) -> None:
+def test_a_foreign_header_costs_its_file(foreign: Foreign):
     for record in NO_HEADERS:
         foreign.put(foreign.good, record)
         assert "step_000001" in foreign.problems()[0]
@@ -232,7 +230,7 @@ def test_a_foreign_header_costs_its_file(foreign: Foreign) -> None:
     assert not foreign.problems() and len(list(read_dump(foreign.tokens))) == 16
 
 
-def test_foreign_columns_cost_their_file(foreign: Foreign) -> None:
+def test_foreign_columns_cost_their_file(foreign: Foreign):
     """Values that no writer gives, and those of another type."""
     figure = ["--figure", "methods", "--step", "1"]
     readers = (
@@ -252,7 +250,7 @@ def test_foreign_columns_cost_their_file(foreign: Foreign) -> None:
         foreign.problems(*readers)
 
 
-def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign) -> None:
+def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign):
     keys = foreign.good["key"].to_pylist()
     numbers = [[0.5] * len(mask) for mask in foreign.good["mask"].to_pylist()]
     count = len(keys)

@@ -1,7 +1,5 @@
 """The page's data, decoded, against the dump's and values worked out by hand; runs on the disk, and the figure."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -46,7 +44,7 @@ def page_of(*runs: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str,
 # ---------------------------------------------------------------------------------------------------------------------- values
 
 
-def test_every_value_of_the_page_is_the_dumps(tmp_path: Path) -> None:
+def test_every_value_of_the_page_is_the_dumps(tmp_path: Path):
     write_dump(tmp_path, (1, 5), filler=1)
     index, blocks = page_of(tmp_path)
     rows = list(read_dump(tmp_path / "tokens"))
@@ -64,7 +62,7 @@ def test_every_value_of_the_page_is_the_dumps(tmp_path: Path) -> None:
         assert facts["spread"] == pytest.approx(row.weight_T[row.mask_T].std(), rel=1e-3)
 
 
-def test_numbers_keep_four_digits_and_nothing_else_is_one() -> None:
+def test_numbers_keep_four_digits_and_nothing_else_is_one():
     values = np.float32([1.23456, -98765.4, 3.00049e-7, 0, 1, NAN, np.inf, -0.375])
     texts = json_arrays(values, np.array([0, 3, 3, 8], dtype=np.int32))
     first, second, third = [text and json.loads(text) for text in texts]
@@ -72,7 +70,7 @@ def test_numbers_keep_four_digits_and_nothing_else_is_one() -> None:
     assert third == [0, 1, None, None, -0.375]
 
 
-def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
+def test_received_by_epoch_effect_and_mismatch(tmp_path: Path):
     """Two optimiser steps of one response; the other was left out. One of the three tokens moved with its advantage."""
     write_arrived(tmp_path / "tokens")
     index, (block, _, other) = page_of(tmp_path)
@@ -90,7 +88,7 @@ def test_received_by_epoch_effect_and_mismatch(tmp_path: Path) -> None:
     assert {"effect", "mismatch", "received"} <= set(index["limits"])
 
 
-def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
+def test_several_methods_and_one_that_gives_advantages(tmp_path: Path):
     methods = {
         "grail": method_columns(score_T=[1, 2], weight_T=[0.5, 1.5]),
         "turns": method_columns(weight_T=[1, 1], advantage_T=[1, -1], no_scores="none"),
@@ -130,7 +128,7 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path) -> None:
 )
 def test_rewards_belong_to_turns(
     tmp_path: Path, rewards: Any, align: str, expected: list[Any]
-) -> None:
+):
     """The third and fourth of eight tokens are a tool's, and the sixth is."""
     labels = {"tool": [[2, 4], [5, 6]], "turn_rewards": rewards}
     row = dump_row([1.0] * 8, labels=labels)
@@ -141,7 +139,7 @@ def test_rewards_belong_to_turns(
     ]
 
 
-def test_turns_are_what_no_other_wrote() -> None:
+def test_turns_are_what_no_other_wrote():
     """Labels that are none are left out, of rewards and of ranges."""
     for rewards in ([1.0, NAN], ["1", 2], [True, 2], {"0": 1.0}):
         labels = {"tool": [[2, 4]], "turn_rewards": rewards}
@@ -152,7 +150,7 @@ def test_turns_are_what_no_other_wrote() -> None:
     assert turns({"tool": [[0, 8]]}, 8, None) == []
 
 
-def test_values_by_rollouts_are_shares_of_their_digits() -> None:
+def test_values_by_rollouts_are_shares_of_their_digits():
     good = {"starts": [0, 3], "right": ["1100", "0001"], "reward": 1.0}
     assert values_of({"values": good}, 8) == [[0, 0.5], [3, 0.25], [8, 1.0]]
     # Out of order, outside the response, empty, no digits, no number, no list.
@@ -168,7 +166,7 @@ def test_values_by_rollouts_are_shares_of_their_digits() -> None:
     assert values_of({}, 8) is None and values_of({"values": "much"}, 8) is None
 
 
-def test_scales_are_those_of_tokens_with_scores(tmp_path: Path) -> None:
+def test_scales_are_those_of_tokens_with_scores(tmp_path: Path):
     """However few they are: responses without scores, whose weights are 1, do not narrow the colours."""
     weights = np.linspace(0.76, 1.6, 40)
     weights[-1] = 5.0
@@ -198,7 +196,7 @@ def test_scales_are_those_of_tokens_with_scores(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------------- profiles
 
 
-def test_profiles_of_masked_and_short_responses() -> None:
+def test_profiles_of_masked_and_short_responses():
     rows = [
         # Two of three tokens before the answer train: a quarter and three quarters of the way, bins 5 and 15 of 20.
         dump_row(
@@ -214,7 +212,7 @@ def test_profiles_of_masked_and_short_responses() -> None:
     assert filled == [{5: 2.0, 15: 4.0}, {10: 3.0}, {}]
 
 
-def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path) -> None:
+def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path):
     rows = []
     for step in range(1, 7):
         rows += [
@@ -235,7 +233,7 @@ def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------------ limits and runs
 
 
-def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path: Path) -> None:
+def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path: Path):
     """Of eight steps with four groups of eight, and at least one group."""
     write_dump(tmp_path, range(1, 9), problems=4)
     for rollouts, steps in (
@@ -253,7 +251,7 @@ def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path: Path) -> No
     assert page_of(tmp_path)[0]["notes"] == []
 
 
-def test_the_page_keeps_to_its_bytes(tmp_path: Path) -> None:
+def test_the_page_keeps_to_its_bytes(tmp_path: Path):
     rng = np.random.default_rng(0)
     rows = []
     for step in (1, 2, 3, 4):
@@ -276,7 +274,7 @@ def test_the_page_keeps_to_its_bytes(tmp_path: Path) -> None:
 
 def test_runs_beside_each_other_with_a_stock_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """Curves of a stock run of verl, by its log; one name a run; the same problem is one; a run without a dump is named."""
     own = tmp_path / "own"
     stock = tmp_path / "project" / "stock"
@@ -302,7 +300,7 @@ def test_runs_beside_each_other_with_a_stock_one(
     assert str(stock) in warning
 
 
-def test_where_a_run_may_be(tmp_path: Path) -> None:
+def test_where_a_run_may_be(tmp_path: Path):
     run = write_rows(tmp_path / "run", [dump_row([1.0])])
     metrics = run / "metrics.jsonl"
     line = '{"step": 1, "data": {"a": 1.5}}\n'
@@ -318,7 +316,7 @@ def test_where_a_run_may_be(tmp_path: Path) -> None:
         open_run(tmp_path / "v1.0")
 
 
-def test_a_name_with_dots_is_that_run_and_no_other(tmp_path: Path, capsys: Capture) -> None:
+def test_a_name_with_dots_is_that_run_and_no_other(tmp_path: Path, capsys: Capture):
     """Beside runs whose names are its beginnings, each a file of metrics of stock verl; and beside folders of such names."""
     runs = [str(tmp_path / name) for name in ("qwen2", "qwen2.5-1", "qwen2.5-1.5b-grpo")]
     for value, run in enumerate(runs):
@@ -340,7 +338,7 @@ def test_a_name_with_dots_is_that_run_and_no_other(tmp_path: Path, capsys: Captu
         assert f"{gone} holds neither metrics" in capsys.readouterr().err
 
 
-def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Capture) -> None:
+def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Capture):
     """Every file's name fits, and other runs give another file."""
     names = [f"qwen2.5-1.5b-instruct-grail-published-seed{n}" for n in range(10)]
     runs = [str(tmp_path / name) for name in (*names, "é" * 120)]
@@ -366,7 +364,7 @@ def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Captur
 # ---------------------------------------------------------------------------------------------------------- commands and texts
 
 
-def test_the_command(tmp_path: Path, capsys: Capture) -> None:
+def test_the_command(tmp_path: Path, capsys: Capture):
     run = str(tmp_path)
     figure = [run, "--figure", "methods"]
     write_metrics(tmp_path, 2)
@@ -392,7 +390,7 @@ def test_the_command(tmp_path: Path, capsys: Capture) -> None:
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(
     module: str, package: str, extra: str, monkeypatch: Any, capsys: Capture
-) -> None:
+):
     # The module is imported anew, and does not find the package.
     monkeypatch.delitem(sys.modules, f"grail_advantage.view.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
@@ -400,7 +398,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert f"pip install 'grail-advantage[{extra}]'" in capsys.readouterr().err
 
 
-def test_the_response_of_a_step_and_row(tmp_path: Path) -> None:
+def test_the_response_of_a_step_and_row(tmp_path: Path):
     rows = [dump_row([1.0], no_scores="no answer"), dump_row([0.5, 4.0], row=3)]
     run = open_run(write_rows(tmp_path, rows))
     # By default the first with scores.

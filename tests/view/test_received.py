@@ -1,7 +1,5 @@
 """What tokens received, in its file beside the dump's: written, read along, in words, and as a command."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ Capture = pytest.CaptureFixture[str]
 NOTE = Finding("unknown loss", "all updates", 0.0, "no formula", (), "", False)
 
 
-def test_is_read_beside_the_responses(tmp_path: Path) -> None:
+def test_is_read_beside_the_responses(tmp_path: Path):
     path = write_arrived(tmp_path, update=1)
     assert path.name == "received_000003_update_1.parquet"
     dump = read_dump(tmp_path)
@@ -38,7 +36,7 @@ def test_is_read_beside_the_responses(tmp_path: Path) -> None:
     assert third.updates.tolist() == [] and len(third.by_update_KT) == 0
 
 
-def test_findings_of_a_run_are_put_together() -> None:
+def test_findings_of_a_run_are_put_together():
     """Mismatches first, those that cover most tokens first."""
     lost = replace(SCALED, name="lost", tokens=5)
     run = run_receipt(
@@ -67,7 +65,7 @@ def test_findings_of_a_run_are_put_together() -> None:
 )
 def test_exit_status_by_severity(
     tmp_path: Path, findings: Any, statuses: Any, capsys: Capture
-) -> None:
+):
     """Of a run's folder and of the dump's, by default as for mismatches."""
     write_arrived(tmp_path / "tokens", *findings)
     for severity, status in zip(("mismatch", "note", "nothing"), statuses, strict=True):
@@ -79,7 +77,7 @@ def test_exit_status_by_severity(
         assert finding.name in printed and finding.causes in printed
 
 
-def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture) -> None:
+def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture):
     """Tokens are counted from 1, as on the page, whose address counts from 0; there is no -0.0."""
     examples = (("a_1_0", 2, 0.5, -0.0), ("gone", 0, 1.0, 2.0))
     write_arrived(tmp_path, replace(SCALED, examples=examples), update=1)
@@ -94,7 +92,7 @@ def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture) -> 
     assert f"report.html{address}" in capsys.readouterr().out
 
 
-def test_the_receipts_of_a_file(tmp_path: Path, capsys: Capture) -> None:
+def test_the_receipts_of_a_file(tmp_path: Path, capsys: Capture):
     """As a loop of one's own writes them: by the command alone, and by the one that reads dumps too."""
     path = tmp_path / "receipts.jsonl"
     for step, findings in enumerate(((), (SCALED,))):
@@ -104,7 +102,7 @@ def test_the_receipts_of_a_file(tmp_path: Path, capsys: Capture) -> None:
     assert whole == again and "a_1_0, token 3" in whole and "ppo" in whole
 
 
-def test_nothing_to_read(tmp_path: Path, capsys: Capture) -> None:
+def test_nothing_to_read(tmp_path: Path, capsys: Capture):
     assert main([str(tmp_path)]) == NOTHING
     write_arrived(tmp_path).write_bytes(b"PAR1 broken")
     assert main([str(tmp_path)]) == NOTHING
