@@ -533,17 +533,17 @@ def choose_rows(
     """Choose the responses of a batch that are written, by group: whole groups, in an order that the seed gives, as
     many as fit (of a first one that is larger, its first responses), without those that are not ``valid`` and only fill
     it up."""
-    members: dict[int, list[int]] = {}
-    for row in np.flatnonzero(valid).tolist():
-        members.setdefault(groups[row], []).append(row)
-    room = limit or len(groups)
-    chosen: dict[int, list[int]] = {}
+    row_N = np.flatnonzero(valid)
+    group_N = np.array(groups)[row_N]
+    room = limit or len(row_N)
+    chosen: list[int] = []
     # By the seed alone, so that a resumed run chooses the same ones.
-    for group in np.random.default_rng(list(seed)).permutation(sorted(members)).tolist():
-        if len(members[group]) <= room or not chosen:
-            chosen[group] = members[group][:room]
-            room -= len(chosen[group])
-    return [row for group in sorted(chosen) for row in chosen[group]]
+    for group in np.random.default_rng(list(seed)).permutation(np.unique(group_N)):
+        members = row_N[group_N == group]
+        if len(members) <= room or not chosen:
+            chosen += members[:room].tolist()
+            room -= len(members)
+    return sorted(chosen, key=lambda row: (groups[row], row))
 
 
 def tolerant(read: Callable[[Any], _Read], value: Any) -> _Read | None:
@@ -733,17 +733,17 @@ def received_table(
     for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         # All NaN: the update did not hold the response.
         updates = receipt.received_UBT[:, index, :length].isfinite().any(dim=1)
-        row = {
-            "key": as_utf8(key),
-            "updates": updates.nonzero().flatten().numpy(),
-            "received": _floats(receipt.received_BT[index, :length]),
-            "clipped": _floats(receipt.clipped_BT[index, :length]),
-            "by_update": list(_floats(receipt.received_UBT[updates, index, :length])),
-            "clipped_by_update": list(_floats(receipt.clipped_UBT[updates, index, :length])),
-        }
-        if effect is not None:
-            row["effect"] = _floats(effect[index, :length])
-        rows.append(row)
+        rows.append(
+            {
+                "key": as_utf8(key),
+                "updates": updates.nonzero().flatten().numpy(),
+                "received": _floats(receipt.received_BT[index, :length]),
+                "clipped": _floats(receipt.clipped_BT[index, :length]),
+                "by_update": list(_floats(receipt.received_UBT[updates, index, :length])),
+                "clipped_by_update": list(_floats(receipt.clipped_UBT[updates, index, :length])),
+                "effect": None if effect is None else _floats(effect[index, :length]),
+            }
+        )
     return pa.Table.from_pylist(rows, schema=RECEIVED_SCHEMA)
 
 

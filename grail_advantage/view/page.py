@@ -28,9 +28,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grail_advantage import __version__
-from grail_advantage.data import LARGEST
 from grail_advantage.dump import DumpHeader, write_whole
 from grail_advantage.effect import moved_with_advantage
+from grail_advantage.methods.turn_rewards import read_rewards
 from grail_advantage.metrics import CHANGE
 from grail_advantage.text_io import visible, why
 from grail_advantage.view import MEGABYTES, ROLLOUTS
@@ -505,21 +505,15 @@ def turns(labels: Mapping[str, Any], length: int, align: str | None) -> list[lis
 
 def _turn_rewards(rewards: Any, count: int, align: str | None) -> list[float | None]:
     """The rewards of the first of so many turns, ``None`` for one without; empty where it is not certain whose they are."""
-    if not isinstance(rewards, list):
+    try:
+        calls, is_flat = read_rewards(rewards)
+    except (ValueError, OverflowError):
         return []
-    has_lists = any(isinstance(reward, list) for reward in rewards)
     # One reward a call does not tell whose it is, where a turn may have several calls.
-    by_call = align == "calls" and count > 1 and not has_lists
-    if len(rewards) > count or (by_call and len(rewards) == count):
+    by_call = align == "calls" and count > 1 and is_flat
+    if len(calls) > count or (by_call and len(calls) == count):
         return []
-    sums: list[float | None] = []
-    for reward in rewards:
-        calls = reward if isinstance(reward, list) else [reward]
-        calls = [call for call in calls if call is not None]
-        if not all(type(call) in (int, float) and abs(call) <= LARGEST for call in calls):
-            return []
-        sums.append(float(sum(calls)) if calls else None)
-    return sums
+    return [sum(numbers) if numbers else None for numbers in calls]
 
 
 def values_of(labels: Mapping[str, Any], length: int) -> list[list[float]] | None:

@@ -55,7 +55,6 @@ def write_dump(
     steps: Sequence[int] = (1, 5, 10),
     *,
     problems: int = 3,
-    filler: int = 2,
     methods: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
@@ -69,7 +68,7 @@ def write_dump(
             numbers = np.random.default_rng([group, number % 2]).integers(3, 60, size=3)
             correct = rng.random(RESPONSES) < (1 if group == 1 else 0.5)
             for place, is_correct in enumerate(correct.tolist()):
-                row = _response(rng, numbers.tolist(), is_correct, filler)
+                row = _response(rng, numbers.tolist(), is_correct)
                 advantage = is_correct - correct.mean()
                 if advantage == 0:
                     row.no_scores = "advantage 0"
@@ -93,13 +92,11 @@ def write_dump(
     write_rows(folder, rows, special_tokens={2: "<|im_end|>"})
 
 
-def _response(
-    rng: np.random.Generator, numbers: Sequence[int], correct: bool, filler: int
-) -> DumpRow:
+def _response(rng: np.random.Generator, numbers: Sequence[int], correct: bool) -> DumpRow:
     """One response; an incorrect one errs in its second step."""
     a, b, c = numbers
     total = a + b + c + (0 if correct else 10)
-    thoughts = "Let me think about this carefully.\n" * int(rng.integers(0, 3 * filler + 1))
+    thoughts = "Let me think about this carefully.\n" * int(rng.integers(7))
     first = split(f"{thoughts}First, {a} and {b} make {a + b}.\n")
     second = split(f"Together that is {a + b} + {c} = {total}.\n")
     tokens = [*first, *second, *split(f"The answer is \\boxed{{{total}}}."), ""]

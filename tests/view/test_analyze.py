@@ -56,6 +56,10 @@ ASK = [{"role": "user", "content": "Two?"}]
 NONE = [None] * 3
 
 
+def line_of(response: str | list[int], **facts: Any) -> Response:
+    return Response(**{"id": "r", "prompt": "Two?", "response": response, **facts})
+
+
 @pytest.mark.parametrize("first", ["grail", "step_values", "high_entropy"])
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: int):
@@ -66,10 +70,10 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
         row for row, source in enumerate(hosts.RESPONSES) if math.isfinite(source.reward)
     ]
     responses = [
-        Response(
+        line_of(
+            source.ids,
             id=str(row),
             prompt=source.prompt,
-            response=source.ids,
             reward=source.reward,
             group=source.prompt,
         )
@@ -171,7 +175,7 @@ def test_advantages(
 
 
 def test_ground_truths_give_rewards():
-    half = Response(id="1", prompt="?", response=r"\boxed{0.5}", ground_truth="1/2")
+    half = line_of(r"\boxed{0.5}", ground_truth="1/2")
     # Token ids are decoded; a reward that is there stays.
     ids = replace(half, response=encode(r"\boxed{0.5}"), ground_truth="2")
     rows = [half, replace(half, response=r"\boxed{2}"), ids, replace(half, reward=0.25)]
@@ -181,14 +185,12 @@ def test_ground_truths_give_rewards():
 
 def test_methods_that_ask_again(tmp_path: Path):
     answer = r"It is \boxed{6}"
-    row = Response(id="1", prompt=ASK, response=answer, ground_truth="5")
-    text = replace(row, prompt="Two?")
+    text = line_of(answer, ground_truth="5")
+    row = replace(text, prompt=ASK)
     assert not {"rlsd", "shear", "oar_p"} & methods_for(["all"], [text]).keys()
     with pytest.raises(ValueError, match="asks the prompt again"):
         methods_for(["rlsd"], [text])
-    with pytest.raises(
-        ValueError, match="rlsd tells the model the answer; give the lines a"
-    ):
+    with pytest.raises(ValueError, match="tells the model the answer; give the lines a"):
         methods_for(["rlsd"], [replace(row, ground_truth=None)])
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         tokenize(row, char_tokenizer())
@@ -246,7 +248,7 @@ def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(
     # A prompt with the first token in its text does not get it again.
     if not prompt.startswith("<s>"):
         expected = [ids[name] for name in front.split()] + expected
-    row = Response(id="1", prompt=prompt, response="5")
+    row = line_of("5", prompt=prompt)
     if expected:
         assert tokenize(row, tokenizer)[1] == expected
     else:
@@ -326,13 +328,11 @@ def test_a_labelled_character_has_the_token_that_holds_it(
     places = [place for place, character in enumerate(text) if not character.isspace()]
     # A step for each word, with the blanks after it.
     cuts = [0, *(place for place in places[1:] if text[place - 1].isspace()), len(text)]
-    labelled = partial(
-        Response, id="a", prompt="p", steps=list(pairwise(cuts)), labelled=True
-    )
+    labelled = partial(line_of, steps=list(pairwise(cuts)), labelled=True)
 
     def ranges_of(response: str | list[int], written: list[int]) -> list[Any]:
         """The tokens of each character, and those of the steps."""
-        rows = [labelled(response=response, error=(place, place + 1)) for place in places]
+        rows = [labelled(response, error=(place, place + 1)) for place in places]
         labels = [labels_of(row, written, tokenizer, texts) for row in rows]
         return [*(label["wrong_step"] for label in labels), labels[0]["steps"]]
 
@@ -352,14 +352,12 @@ def test_a_labelled_character_has_the_token_that_holds_it(
 
 
 def test_labels_beside_special_tokens_and_in_a_tidied_text():
-    tokenizer = real.sentencepiece_tokenizer("bpe")
+    tokenizer = copy.deepcopy(real.sentencepiece_tokenizer("bpe"))
     texts = TokenTexts(tokenizer)
 
     def marked(text: str, response: str | list[int], ids: list[int]) -> list[str]:
         place = text.index("8")
-        row = Response(
-            id="a", prompt="p", response=response, labelled=True, error=(place, place + 1)
-        )
+        row = line_of(response, labelled=True, error=(place, place + 1))
         start, end = labels_of(row, ids, tokenizer, texts)["wrong_step"]
         return tokenizer.convert_ids_to_tokens(ids[start:end])
 
@@ -369,22 +367,18 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text():
     # Decoding takes the spaces before "," and "." out.
     tokenizer.clean_up_tokenization_spaces = True
     ids = tokenizer.encode("So , it is n't 8 .", add_special_tokens=False)
-    try:
-        assert marked(tokenizer.decode(ids), ids, ids) == ["<0x38>"]
-    finally:
-        tokenizer.clean_up_tokenization_spaces = False
+    assert marked(tokenizer.decode(ids), ids, ids) == ["<0x38>"]
 
 
 def test_labels_of_lines_in_a_dump(tmp_path: Path):
     """A text gets its end token, and only if it is labelled."""
     tokenizer = real.sentencepiece_tokenizer("unigram")
     text = "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
-    labelled = Response(id="text", prompt="Sum?", response=text, labelled=True, error=1)
     ids = tokenizer.encode(text, add_special_tokens=False)
     responses = [
-        labelled,
-        replace(labelled, id="ids", response=ids),
-        Response(id="plain", prompt="Sum?", response=text),
+        line_of(text, id="text", labelled=True, error=1),
+        line_of(ids, id="ids", labelled=True, error=1),
+        line_of(text),
     ]
     run(responses, ["surprisal"], tmp_path, tokenizer)
     rows = list(read_dump(tmp_path))
@@ -568,23 +562,22 @@ def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path):
     found all the same. Ids that the model lacks, or many that the tokenizer lacks, are those of another model."""
     size = len(char_tokenizer())
     ids = [*encode("It is so that "), size + 2, *encode(r"\boxed{7} I would say")]
-    row = Response(id="padded", prompt="Two?", response=ids)
+    row = line_of(ids)
     # Eight embeddings more than the tokenizer has tokens.
     sizes = {"vocab_size": size + 8}
     run([row], ["grail"], tmp_path / "a", sizes=sizes)
     (written,) = read_dump(tmp_path / "a")
     assert written.answer == "7" and written.methods["grail"].no_scores is None
     for strange in ([size + 8], [size + 1] * 5):
-        unlike = replace(row, response=[*strange, *ids])
-        with pytest.raises(ValueError, match=r"padded: token id .* --model"):
-            run([unlike], ["grail"], tmp_path / "b", sizes=sizes)
+        with pytest.raises(ValueError, match=r"r: token id .* --model"):
+            run([line_of([*strange, *ids])], ["grail"], tmp_path / "b", sizes=sizes)
 
 
 def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path):
     # "Two?" and 61 letters are 65 tokens.
-    row = Response(id="long", prompt="Two?", response="a" * 61)
+    row = line_of("a" * 61)
     run([row], ["surprisal"], tmp_path / "a", sizes={"max_position_embeddings": 65})
-    with pytest.raises(ValueError, match=r"long: its 65 tokens .* 64 positions"):
+    with pytest.raises(ValueError, match=r"r: its 65 tokens .* 64 positions"):
         run([row], ["surprisal"], tmp_path / "b", sizes={"max_position_embeddings": 64})
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bench.__main__ import main as bench
 from grail_advantage import report
 from grail_advantage.analyze.lines import KEYS, Response, read_responses
-from grail_advantage.dump import read_dump
+from grail_advantage.dump import _KEYS, read_dump
 from grail_advantage.receipt import Finding
 from grail_advantage.view import receipt
 from tests.dumps import received, received_header
@@ -179,18 +179,15 @@ class Foreign:
         self.good = pq.read_table(self.tokens / "step_000001.parquet")
         self.header = {"schema_version": 5, "step": 1, "method": "grail"}
 
-    def put(self, table: pa.Table, record: Any, kind: str = "step", key: str = "") -> None:
-        record = {f"grail_advantage{key}": json.dumps(record)}
+    def put(self, table: pa.Table, record: Any, kind: str = "step") -> None:
+        metadata = {_KEYS[kind]: json.dumps(record)}
         path = self.tokens / f"{kind}_000001.parquet"
-        pq.write_table(table.replace_schema_metadata(record), path)
+        pq.write_table(table.replace_schema_metadata(metadata), path)
 
     def put_column(self, name: str, values: list[Any], kind: Any = None) -> None:
         place = self.good.schema.get_field_index(name)
         column = pa.array(values, kind or self.good.schema.field(name).type)
         self.put(self.good.set_column(place, name, column), self.header)
-
-    def put_received(self, table: pa.Table, record: Any) -> None:
-        self.put(table, record, "received", "_received")
 
     def problems(self, *others: Callable[[], Any]) -> list[str]:
         """Run all that read a dump: none ends in a traceback, no escape reaches the terminal, and the second step is there."""
@@ -264,7 +261,7 @@ def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign):
     )
     for columns in tables:
         columns = {"keys": keys, "effect": numbers, **columns}
-        foreign.put_received(received(values=numbers, **columns), whole)
+        foreign.put(received(values=numbers, **columns), whole, "received")
         assert "received_000001" in foreign.problems()[0]
         # The responses are all there, without what they received.
         assert [row.received_T for row in read_dump(foreign.tokens)] == [None] * 16
@@ -272,9 +269,9 @@ def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign):
     records = [whole | record for record in RECORDS]
     records += [whole | {"findings": [finding | change]} for change in FINDINGS]
     for record in records:
-        foreign.put_received(arrived, record)
+        foreign.put(arrived, record, "received")
         assert "received_000001" in foreign.problems()[0]
         assert read_dump(foreign.tokens).receipts() == []
     later = {"later": 1, "findings": [{**finding, "later": EVIL}]}
-    foreign.put_received(arrived, whole | later)
+    foreign.put(arrived, whole | later, "received")
     assert not foreign.problems() and len(read_dump(foreign.tokens).receipts()) == 1

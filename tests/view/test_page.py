@@ -45,7 +45,7 @@ def page_of(*runs: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str,
 
 
 def test_every_value_of_the_page_is_the_dumps(tmp_path: Path):
-    write_dump(tmp_path, (1, 5), filler=1)
+    write_dump(tmp_path, (1, 5))
     index, blocks = page_of(tmp_path)
     rows = list(read_dump(tmp_path / "tokens"))
     for row, facts, block in zip(rows, index["rows"], blocks, strict=True):
@@ -141,7 +141,7 @@ def test_rewards_belong_to_turns(
 
 def test_turns_are_what_no_other_wrote():
     """Labels that are none are left out, of rewards and of ranges."""
-    for rewards in ([1.0, NAN], ["1", 2], [True, 2], {"0": 1.0}):
+    for rewards in ([1.0, NAN], ["1", 2], [10**400, 2], {"0": 1.0}):
         labels = {"tool": [[2, 4]], "turn_rewards": rewards}
         assert turns(labels, 8, "turns") == [[0, 2, None], [4, 8, None]]
     for tool in ([], "x", None, [[2]], [[4, 2]], [[5, 6], [2, 4]], [[2, 9]], [["2", "4"]]):
