@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -51,10 +50,8 @@ HEADER = DumpHeader(
 class TestReading:
     def test_header_and_rows(self, tmp_path: Path):
         """With every column, those of several methods included."""
-        labels = [
-            {"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]},
-            *[{}] * (hosts.COUNT - 1),
-        ]
+        label = {"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]}
+        labels = [label, *[{}] * (hosts.COUNT - 1)]
         texts = [f"{row} \u202e" for row in range(hosts.COUNT)]
         # Keys and texts hold a character that changes the direction of others.
         rollouts = hosts.plain_rollouts(keys=texts)
@@ -64,17 +61,13 @@ class TestReading:
         table = hosts.plain_table(hosts.signal_of("grail"), rollouts, by_method=methods)
         header = replace(HEADER, update=1)
         path = write_step(tmp_path, header, table)
-        assert (
-            list(tmp_path.iterdir())
-            == [tmp_path / "step_000003_update_1.parquet"]
-            == [path]
-        )
+        assert path.name == "step_000003_update_1.parquet"
+        assert list(tmp_path.iterdir()) == [path]
         dump = read_dump(tmp_path)
         rows = list(dump)
         assert dump.problems == [] and dump.files[0].header == header
-        assert {(row.step, row.update) for row in rows} == {(3, 1)} and rows[
-            0
-        ].labels == labels[0]
+        assert {(row.step, row.update) for row in rows} == {(3, 1)}
+        assert rows[0].labels == label
         hosts.assert_same(table_of(rows), table)
         # As other programs read it.
         frame = pd.read_parquet(path)
@@ -85,9 +78,8 @@ class TestReading:
         for step in (1, 2):
             write_step(tmp_path, replace(HEADER, step=step), written)
         values = [[0.25, math.nan], [1.0, 2.0]]
-        arrived = received(
-            ["c", "a"], values, effect=values, clipped_by_update=[None, None]
-        )
+        none = [None, None]
+        arrived = received(["c", "a"], values, effect=values, clipped_by_update=none)
         write_received(tmp_path, received_header(2), arrived)
         dump = read_dump(tmp_path)
         table = dump.table(["received", "key", "effect", "step"])
@@ -97,27 +89,22 @@ class TestReading:
         first, second, third = dump.rows([2])
         assert first.received_T.tolist() == [1.0, 2.0]
         assert first.by_update_KT.tolist() == [[1.0, 2.0]]
-        assert (
-            second.effect_T is first.clipped_by_update_KT is None
-            and third.effect_T is not None
-        )
+        assert second.effect_T is first.clipped_by_update_KT is None
+        assert third.effect_T is not None
 
     def test_older_and_newer_files(self, tmp_path: Path):
         """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
-        written = table_of([dump_row([1.0, 2.0], key="a")]).drop_columns(
-            "rollout_log_probs"
-        )
+        written = table_of([dump_row([1.0, 2.0], key="a")])
+        written = written.drop_columns("rollout_log_probs").append_column("update", [[0]])
         for step, version, method in ((3, 4, "grail"), (4, 99, "grail"), (5, 5, "gigpo")):
             record = {"schema_version": version, "step": step, "method": method}
-            table = written.append_column("step", pa.array([step]))
-            table = table.append_column("update", pa.array([0]))
+            table = written.append_column("step", [[step]])
             table = table.replace_schema_metadata({"grail_advantage": json.dumps(record)})
             pq.write_table(table, tmp_path / f"step_00000{step}.parquet")
         header = received_header(3)
         record = json.dumps({"schema_version": 1, **header})
-        arrived = received(["a"], [[0.5, 0.5]]).drop_columns(
-            ["clipped_by_update", "effect"]
-        )
+        arrived = received(["a"], [[0.5, 0.5]])
+        arrived = arrived.drop_columns(["clipped_by_update", "effect"])
         arrived = arrived.replace_schema_metadata({"grail_advantage_received": record})
         pq.write_table(arrived, tmp_path / "received_000003.parquet")
         dump = read_dump(tmp_path)
@@ -130,9 +117,8 @@ class TestReading:
             DumpHeader(step=3, method="grail"),
             DumpHeader(step=5, method="gigpo", gave_advantages=True),
         ]
-        assert row.weight_T.tolist() == [1.0, 2.0] and row.by_update_KT.tolist() == [
-            [0.5, 0.5]
-        ]
+        assert row.weight_T.tolist() == [1.0, 2.0]
+        assert row.by_update_KT.tolist() == [[0.5, 0.5]]
         assert row.rollout_log_probs_T is row.clipped_by_update_KT is row.effect_T is None
         assert dump.receipts() == [header]
 
@@ -166,10 +152,8 @@ class TestWriting:
         for name in (*unrelated, ".step_000010.parquet.1.writing"):
             (tmp_path / name).write_text("mine")
         assert len(remove_steps(tmp_path, 10)) == 4
-        assert {path.name for path in tmp_path.iterdir()} == {
-            "step_000009.parquet",
-            *unrelated,
-        }
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"step_000009.parquet", *unrelated}
         assert remove_steps(tmp_path / "nowhere", 0) == []
 
     def test_a_disk_that_fails_or_hangs_costs_its_files(
@@ -234,15 +218,10 @@ def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path, earlier: bytes, la
 def test_metrics_are_strict_json(tmp_path: Path):
     """Which has no NaN and no infinity: such a figure is null, and is read as NaN."""
     path = tmp_path / "run/metrics.jsonl"
-    MetricsFile(path, -1).add(
-        3, {"a": math.nan, "b": -math.inf, "c": np.float32("inf"), "d": 1.5}
-    )
-    assert json.loads(path.read_text())["data"] == {
-        "a": None,
-        "b": None,
-        "c": None,
-        "d": 1.5,
-    }
+    data = {"a": math.nan, "b": -math.inf, "c": np.float32("inf"), "d": 1.5}
+    MetricsFile(path, -1).add(3, data)
+    strict = {**dict.fromkeys("abc"), "d": 1.5}
+    assert json.loads(path.read_text())["data"] == strict
     figures = read_metrics(path, [])
     assert math.isnan(figures["a"][3]) and figures["d"] == {3: 1.5}
 
@@ -269,11 +248,8 @@ def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path):
         link.symlink_to(precious)
     write_step(run / "tokens", HEADER, table)
     write_report(run)
-    assert (
-        precious.read_text() == "precious"
-        and not path.is_symlink()
-        and not page.is_symlink()
-    )
+    assert precious.read_text() == "precious"
+    assert not path.is_symlink() and not page.is_symlink()
     os.mkfifo(run / "metrics.jsonl")
     opened = open_run(run)
     assert opened.metrics == {} and len(list(opened.dump)) == 1

@@ -686,6 +686,8 @@ def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path: Path, trainer:
             f"{source} --model tiny --method grail --method entropy --out {tmp_path / name}".split()
         )
     columns = ["prompt_ids", "base_advantage", "methods", "no_scores"]
-    own, theirs = (read_dump(tmp_path / name).table(columns) for name in ("own", "theirs"))
-    hosts.assert_same(theirs, own)
-    assert own["no_scores"].null_count
+    expected, actual = (
+        read_dump(tmp_path / name).table(columns) for name in ("own", "theirs")
+    )
+    hosts.assert_same(actual, expected)
+    assert expected["no_scores"].null_count
