@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     value = "a response's value of field:NAME"
     add("--field", action="append", default=[], metavar="NAME=JSON", help=value)
     args = parser.parse_args(argv)
-    registered_before = dict(methods())
+    registered_before = methods()
     runpy.run_path(str(args.file), run_name=args.file.stem)
     registered = [name for name, cls in METHODS.items() if registered_before.get(name) is not cls]
     if not registered:

@@ -21,11 +21,14 @@ VLLM_CACHE_ROOT VLLM_CONFIG_ROOT MPLCONFIGDIR XDG_DATA_HOME XDG_STATE_HOME
 """Variables that would lead elsewhere, or change what a test starts."""
 for name in OTHERS.split():
     os.environ.pop(name, None)
-os.environ.update(HOME=AWAY.name, PWD=AWAY.name, HF_HOME=f"{AWAY.name}/huggingface")
 os.environ.update(
-    XDG_CACHE_HOME=f"{AWAY.name}/cache", XDG_CONFIG_HOME=f"{AWAY.name}/config"
+    HOME=AWAY.name,
+    PWD=AWAY.name,
+    HF_HOME=f"{AWAY.name}/huggingface",
+    XDG_CACHE_HOME=f"{AWAY.name}/cache",
+    XDG_CONFIG_HOME=f"{AWAY.name}/config",
+    HYPOTHESIS_STORAGE_DIRECTORY=f"{AWAY.name}/hypothesis",
 )
-os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{AWAY.name}/hypothesis"
 
 import torch  # noqa: E402
 

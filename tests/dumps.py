@@ -12,16 +12,9 @@ from grail_advantage.dump import _SUFFIXES, ALL, RECEIVED_SCHEMA, SCHEMA, DumpRo
 
 
 def received_header(step: int, **values: Any) -> dict[str, Any]:
-    """A header as :func:`grail_advantage.receipt.report.record_of` gives it."""
-    plain = {
-        "update": 0,
-        "loss": "",
-        "findings": [],
-        "updates": 0,
-        "tokens": 0,
-        "clipped": None,
-    }
-    return {"step": step, **plain, "seen_from": None, "responses": None, **values}
+    """A header as :func:`grail_advantage.receipt.report.record_of` gives it, without what may be missing."""
+    plain = {"update": 0, "loss": "", "findings": [], "updates": 0, "tokens": 0}
+    return {"step": step, **plain, **values}
 
 
 def received(keys: Sequence[str], values: Sequence[Any], **columns: Any) -> pa.Table:
