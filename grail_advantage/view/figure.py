@@ -138,7 +138,7 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
 
     norm: Normalize = LogNorm(1 / 4, 4, clip=True)
     if name == "advantage":
-        limit = np.nanmax(np.abs(list(strips.values())), initial=0) or 1.0
+        limit: float = np.nanmax(np.abs(list(strips.values())), initial=0) or 1.0
         norm = Normalize(-limit, limit, clip=True)
     tokens, starts, widths, tops = (np.array(column) for column in zip(*pieces, strict=True))
     bars = partial(axes.bar, align="edge", linewidth=0)
