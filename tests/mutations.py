@@ -89,6 +89,8 @@ TABLE = {
         "Rollouts(..., mean=A) => Rollouts(...)": (
             "verl_ext/test_one_step.py::test_the_mean_of_the_runs_loss"
         ),
+        # A group is a session.
+        'A["prompt"].factorize() => A["session"].factorize()': "verl_ext/test_turns.py",
         # A run's own format of answers is lost.
         "Rollouts(..., answer=A) => Rollouts(...)": (
             "verl_ext/test_one_step.py::test_answers_in_another_format"
@@ -131,7 +133,7 @@ TABLE = {
     "grail_advantage/verl_ext/dump.py::UpdateDump.receive": {
         # Every receipt is of the step's first update.
         "record_of(A, B, C, D) => record_of(A, B, C, 0)": (
-            "verl_ext/test_step_dump.py::TestReceived::test_before_a_later_update_of_a_step_the_policy_has_moved"
+            "verl_ext/test_step_dump.py::TestReceived::test_a_fault_is_found"
         ),
         # Any finding is a mismatch.
         "sum(A.mismatch for A in B) => sum(1 for A in B)": (
@@ -141,7 +143,7 @@ TABLE = {
     "grail_advantage/verl_ext/trainer.py::TokenWeightTrainerSeparateAsync._on_policy": {
         # Later updates are on policy.
         "A and self.local_trigger_step == 0 => A": (
-            "verl_ext/test_step_dump.py::TestReceived::test_before_a_later_update_of_a_step_the_policy_has_moved"
+            "verl_ext/test_step_dump.py::TestReceived::test_a_fault_is_found"
         ),
     },
     "grail_advantage/verl_ext/host.py::_on_policy": {
@@ -255,10 +257,6 @@ TABLE = {
         "A != B => False": (
             "verl_ext/test_step_dump.py::TestReceived::test_a_receipt_is_of_its_own_update_and_given_out_once"
         ),
-    },
-    "grail_advantage/verl_ext/host.py::group_numbers": {
-        # A group is a session.
-        'A.rsplit("_", 2) => A.rsplit("_", 1)': "verl_ext/test_turns.py",
     },
     "grail_advantage/dump.py::remove_steps": {
         # A resumed step stays.

@@ -28,7 +28,7 @@ class Piece:
     gradient_bT: Tensor
     update: int = 0  # the optimiser step, from 0 over all epochs of the rollout batch
     rank: int = 0
-    # (b,) largest |g| at positions that T does not hold (prompt, padding)
+    # (b,) how much of a gradient is at positions that T does not hold (prompt, padding); 0: none
     outside_b: Tensor | None = None
     width: int | None = None  # tokens that the padded micro-batch was wide in the loss; None: T
 

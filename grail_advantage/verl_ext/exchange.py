@@ -157,10 +157,6 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
     settings = {"global_token_num": NonTensorData(everywhere)}
     if micro_batch_rows is not None:
         settings["micro_batch_size_per_gpu"] = micro_batch_rows
-    if len(rows) == len(data) == count:
-        tu.assign_non_tensor(data, **settings)
-        return data
-
     fillers = [0] * (count - len(rows))
     batch = tu.index_select_tensor_dict(data, rows + fillers)
     for name in CUT.keys() & data.keys():

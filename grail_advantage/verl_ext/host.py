@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from typing import Any, NoReturn
 
-import numpy as np
+import pandas as pd
 import ray
 import torch
 from omegaconf import DictConfig
@@ -219,11 +219,9 @@ class WeighingTrainer:
         """
         settings = self.settings
         method = settings.method
-        # p_7_0_1 -> (p_7_0, 1). From the right, as a prompt's name may have underscores itself.
-        sessions = [
-            (session, int(output)) for session, output in (key.rsplit("_", 1) for key in keys)
-        ]
-        last = _last_outputs(sessions)
+        outputs = _outputs(keys)
+        # Of each response the place of the last output of its session.
+        last = outputs.groupby("session")["number"].transform("idxmax").tolist()
         _check_outputs(keys, last, method)
         prompts = list(data["prompts"].unbind())
         responses = list(data["responses"].unbind())
@@ -264,11 +262,11 @@ class WeighingTrainer:
             truncated=truncated(
                 prompts, responses, settings, self._context_length, self._end_tokens
             ),
-            groups=torch.tensor(group_numbers(keys)),
+            groups=torch.from_numpy(outputs["prompt"].factorize()[0]),
             examples=_examples(data, settings) if "examples" in method.reads else None,
             fields=fields,
-            columns=_padded_columns(data, COLUMNS),
-            sessions=sessions,
+            columns=_padded_columns(data),
+            sessions=list(zip(outputs["session"], outputs["number"].tolist(), strict=True)),
             keys=list(keys),
             mean=partial(mean_of_loss, settings),
             step=self.global_steps,
@@ -299,11 +297,9 @@ class WeighingTrainer:
     ) -> Tensor:
         """The base advantages (B,) by verl's code, as if the responses that are not judged were in no group."""
         base = self.settings[options.BASE]
-        # A response that is not judged gets a group of its own, so that it moves no other group's mean.
-        groups = [
-            key.rsplit("_", 2)[0] if judged else f"without {key}"
-            for key, judged in zip(keys, judged_B.tolist(), strict=True)
-        ]
+        outputs = _outputs(keys)
+        # A session that is not judged gets a group of its own, so that it moves no other group's mean.
+        groups = outputs["prompt"].where(judged_B.numpy(), "without " + outputs["session"])
         # Some bases compare the whole batch, over which NaN would spread.
         compared_BT = mask_BT & judged_B[:, None]
         tensors = {
@@ -311,7 +307,7 @@ class WeighingTrainer:
             "response_mask": compared_BT.long(),
         }
         data = compute_advantage_for_multi_trajectories(
-            DataProto.from_dict(tensors, non_tensors={"uid": np.array(groups, dtype=object)}),
+            DataProto.from_dict(tensors, non_tensors={"uid": groups.to_numpy(dtype=object)}),
             batch_keys=list(keys),
             adv_estimator=base,
             num_repeat=self.settings[options.GROUP_SIZE],
@@ -322,12 +318,8 @@ class WeighingTrainer:
         # The rewards NaN, NaN, 1 leave one session in the group, and these bases give it the advantage 1, its
         # reward, or 0. It is compared with nothing, so 0. A session counts once, whatever outputs it has.
         if base in COMPARING:
-            sessions = {
-                key.rsplit("_", 1)[0]: group for key, group in zip(keys, groups, strict=True)
-            }
-            sizes = Counter(sessions.values())
-            is_alone_B = torch.tensor([sizes[group] == 1 for group in groups])
-            advantages_B = advantages_B.masked_fill(is_alone_B, 0.0)
+            sizes = outputs.groupby(groups)["session"].transform("nunique").to_numpy()
+            advantages_B = advantages_B.masked_fill(torch.from_numpy(sizes == 1), 0.0)
         return advantages_B
 
     def _report(self, not_padding: Sequence[bool], *, update: int = 0) -> dict[str, float]:
@@ -494,19 +486,12 @@ def _check_outputs(keys: Sequence[str], last: Sequence[int], method: BaseMethod)
             )
 
 
-def group_numbers(keys: Sequence[str]) -> list[int]:
-    """Number the prompts that responses answer."""
-    # From the right, as a prompt's name may have underscores itself.
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
-
-
-def _last_outputs(sessions: Sequence[tuple[str, int]]) -> list[int]:
-    """For each response the place of the last output of its session, whose reward is the session's."""
-    rows = range(len(sessions))
-    # By the output's number, so that the last one of a session stays.
-    last = {sessions[row][0]: row for row in sorted(rows, key=lambda row: sessions[row][1])}
-    return [last[session] for session, _ in sessions]
+def _outputs(keys: Sequence[str]) -> pd.DataFrame:
+    """The ``prompt``, the ``session`` and the output's ``number`` of each response, such as ``p_7``, ``p_7_0`` and 1 of
+    the key ``p_7_0_1``."""
+    # Greedy, as a prompt's name may have underscores itself.
+    parts = pd.Series(keys).str.extract(r"(?s)(?P<session>(?P<prompt>.*)_.*)_(?P<number>.*)")
+    return parts.astype({"number": int})
 
 
 def truncated(
@@ -550,15 +535,15 @@ def _facts(
 ) -> dict[str, list[Any]]:
     """What the token dump says of the responses beside their tokens, as far as the run has it; ``turns`` as in
     :func:`turn_rewards_label`."""
-    count = len(rollouts)
-    models, extra, sources, infos = (objects(data, name) or [None] * count for name in OBJECTS)
-    rewards_BT = _padded_columns(data, {REWARDS: REWARDS}).get(
-        REWARDS, torch.full((count, 1), math.nan)
-    )
+    nothing = [None] * len(rollouts)
+    models, extra, sources, infos = (objects(data, name) or nothing for name in OBJECTS)
+    totals = nothing
+    if REWARDS in data:
+        totals = data[REWARDS].to_padded_tensor(0).float().sum(dim=1).tolist()
     turns_before = rollouts.turns_before
     facts = defaultdict[str, list[Any]](list)
-    for row, total in enumerate(rewards_BT.sum(dim=1).tolist()):
-        reward = total if math.isfinite(total) else None
+    for row, total in enumerate(totals):
+        reward = total if total is not None and math.isfinite(total) else None
         # The reward function's own verdict goes before its reward.
         verdict = _entry(_entry(extra[row], "reward_extra_info"), "acc")
         truth = _entry(models[row], "ground_truth")
@@ -582,13 +567,12 @@ def _facts(
     return facts
 
 
-def _padded_columns(data: TensorDict, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Those of the columns of numbers that were fetched, by verl's names, (B, T) float32 with 0 after the response."""
-    present = {name: tu.get(data, verls) for name, verls in names.items()}
+def _padded_columns(data: TensorDict) -> dict[str, Tensor]:
+    """Those of the columns of numbers that were fetched, (B, T) float32 with 0 after the response."""
     return {
-        name: values.to_padded_tensor(0).float()
-        for name, values in present.items()
-        if values is not None
+        name: data[verls].to_padded_tensor(0).float()
+        for name, verls in COLUMNS.items()
+        if verls in data
     }
 
 
@@ -599,7 +583,7 @@ def objects(data: TensorDict, name: str) -> list[Any] | None:
 
 
 def turn_rewards_label(
-    extra: Any, method: BaseMethod, turns_before: int = 0, turns: int = 0
+    extra: Any, method: BaseMethod, turns_before: int, turns: int
 ) -> dict[str, list[Any]]:
     """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any.
     ``extra`` is what verl has of the response, ``turns_before`` the turns of its session before it, since a list of the

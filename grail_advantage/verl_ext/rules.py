@@ -260,9 +260,10 @@ def _coarse_entropy(s: MethodSettings) -> str:
 
 
 def _slicing(s: MethodSettings) -> str:
-    """The option of the two by which a rank has a slice of each sequence, and the method a pass."""
-    option = max(SLICES, key=lambda option: s[option] or 1)
-    return option if s.sliced and s.method.uses else ""
+    """The option of the two by which a rank has a slice of each sequence, where the method has a pass."""
+    if s[STRATEGY] not in ENGINES or s.sequence_parallel_size == 1 or not s.method.uses:
+        return ""
+    return max(SLICES, key=lambda option: s[option] or 1)
 
 
 def _adapts_head(s: Settings) -> bool:

@@ -143,11 +143,6 @@ class Settings:
         return max(self[name] or 1 for name in SLICES)
 
     @property
-    def sliced(self) -> bool:
-        """Whether a rank of :data:`ENGINES` has a part of each sequence alone."""
-        return self[STRATEGY] in ENGINES and self.sequence_parallel_size > 1
-
-    @property
     def longest(self) -> int:
         """Tokens of prompt and response, the most that there can be."""
         longest = self[f"{ROLLOUT}.prompt_length"] + self[f"{ROLLOUT}.response_length"]

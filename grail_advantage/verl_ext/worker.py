@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from verl.single_controller.base.decorator import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -27,6 +26,7 @@ from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.padding import no_padding_2_padding
 
 from grail_advantage.method import BaseMethod
 from grail_advantage.model.probe import Finding
@@ -91,9 +91,9 @@ class UpdateReader:
 
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             with self._attempt():
-                readings.append(
-                    (Gradient(model_output["log_probs"]), data[PLACES][:, 1], *_lengths(data))
-                )
+                # The fields of verl's no_padding_2_padding(): a whole batch may hold far more.
+                kept = data.select(PLACES, "prompts", "responses", "attention_mask", strict=False)
+                readings.append((Gradient(model_output["log_probs"]), kept))
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
         with self._attempt():
@@ -135,42 +135,21 @@ class UpdateReader:
         return steps
 
 
-def _lengths(data: TensorDict) -> tuple[Tensor, int]:
-    """The lengths of the prompts, (R,), and the width of the loss's tensors: that of the older trainer's padded ones, else
-    that of the longest response."""
-    prompts = data["prompts"]
-    responses = data["responses"]
-    if prompts.is_nested:
-        return prompts.offsets().diff(), int(responses.offsets().diff().max())
-    return data["attention_mask"][:, : prompts.shape[1]].sum(dim=1), responses.shape[1]
-
-
-def _piece(
-    reading: Gradient, slots_R: Tensor, prompts_R: Tensor, width: int, scale: float
-) -> Piece:
+def _piece(reading: Gradient, data: TensorDict, scale: float) -> Piece:
     """A micro-batch after its backward, cut to the responses that have a slot."""
-    # In its own type, which says how exact the gradient is.
-    log_probs = reading.log_probs.cpu()
-    gradient = torch.zeros_like(log_probs) if reading.values is None else reading.values.cpu()
-    rows = zip(prompts_R.tolist(), log_probs.unbind(), gradient.unbind(), strict=True)
-    of_responses = []
-    gradients = []
-    outside = []
-    for prompt, log_probs_S, gradient_S in rows:
-        # verl has each at the position before its token: of a prompt of 3 and a response of 2 tokens, positions 2 and 3
-        # predict the response.
-        of_responses.append(log_probs_S[prompt - 1 : -1])
-        gradients.append(gradient_S[prompt - 1 : -1])
-        # Prompt tokens, and the last position, must have received nothing: check() names those that did.
-        outside.append(torch.cat([gradient_S[: prompt - 1], gradient_S[-1:]]).abs().max())
-    slots_R = slots_R.cpu()
+    gradient = torch.zeros_like(reading.log_probs) if reading.values is None else reading.values
+    # As verl's loss cuts them, in their own type, which says how exact the gradient is.
+    log_probs_RT = no_padding_2_padding(reading.log_probs, data).cpu()
+    gradient_RT = no_padding_2_padding(gradient, data).cpu()
+    # Prompt tokens, and the last position, must have received nothing: check() names those that did.
+    reached_R = (gradient.cpu().to_padded_tensor(0) != 0).sum(dim=1)
+    slots_R = data[PLACES][:, 1].cpu()
     written_R = slots_R >= 0
     return Piece(
         rows_b=slots_R[written_R],
-        log_probs_bT=pad_sequence(of_responses, batch_first=True)[written_R],
-        gradient_bT=pad_sequence(gradients, batch_first=True)[written_R] / scale,
-        outside_b=(torch.stack(outside)[written_R] / scale).float(),
-        width=width,
+        log_probs_bT=log_probs_RT[written_R],
+        gradient_bT=gradient_RT[written_R] / scale,
+        outside_b=(reached_R - (gradient_RT != 0).sum(dim=1))[written_R],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from verl.utils.profiler import DistProfiler
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 
+from grail_advantage.data import RowScores
 from grail_advantage.verl_ext.exchange import build_request, rows_of
 from grail_advantage.verl_ext.own_forward import OwnForward
 from grail_advantage.verl_ext.worker import (
@@ -29,6 +30,7 @@ from grail_advantage.verl_ext.worker import (
     UpdateReader,
     token_scores,
 )
+from tests.core.tiny_models import PAD_ID
 
 REFERENCE = "packed_attention_reference"
 # Without an accelerator there is no pinned memory, to which verl offloads activations.
@@ -165,16 +167,12 @@ def batch_of(
 
 
 def own_pass(
-    engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request: Any
-) -> dict[str, list[torch.Tensor]]:
-    """A signal's pass of its own over this rank's prepared responses, by the worker's code; one list entry a response."""
+    engine: Any, rows: list[Any], signal: Any, sizes: Sizes, temperature: float = 1.0
+) -> list[RowScores]:
+    """A signal's pass of its own over this rank's prepared responses, by the worker's code."""
     sizes.set(engine)
-    request = build_request(rows, signal, **{"temperature": 1.0, **request})
-    results = rows_of(token_scores(engine, request))
-    columns = {"scores": [row.scores.clone() for row in results]}
-    if all(row.norms is not None for row in results):
-        columns["gradient_norm"] = [row.norms.clone() for row in results]
-    return columns
+    request = build_request(rows, signal, temperature=temperature, pad_token=PAD_ID)
+    return rows_of(token_scores(engine, request))
 
 
 def local(values: torch.Tensor) -> torch.Tensor:
@@ -210,10 +208,10 @@ def whole_blocks(engine: Any) -> Iterator[list[int]]:
         if output.requires_grad:
             output.register_hook(count)
 
-    with ExitStack() as handles:
-        for block in blocks:
-            handles.callback(block.mlp.register_forward_hook(watch).remove)
-        yield held
+    handles = [block.mlp.register_forward_hook(watch) for block in blocks]
+    yield held
+    for handle in handles:
+        handle.remove()
     count()
 
 

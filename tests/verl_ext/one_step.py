@@ -28,8 +28,7 @@ from grail_advantage import Grail, Method
 from grail_advantage.data import RowScores
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.method import methods
-from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext.dump import UpdateDump, receipt_of
+from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import (
     LEAVE_OUT,
     PLACES,
@@ -40,7 +39,7 @@ from grail_advantage.verl_ext.exchange import (
     trains,
 )
 from grail_advantage.verl_ext.settings import ACTOR, Settings
-from grail_advantage.verl_ext.worker import OptimiserStep, UpdateReader
+from grail_advantage.verl_ext.worker import UpdateReader
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
 
@@ -68,16 +67,6 @@ ONE_MINI_BATCH = (
     "data.train_batch_size=2",
     f"{ACTOR}.ppo_mini_batch_size=2",
 )
-
-
-def made_up_saliency(
-    tokens_S: torch.Tensor, temperature: float = 1.0, step: int = 1
-) -> torch.Tensor:
-    """A figure of each token, its position, and what a pass is asked for beside the responses."""
-    return (
-        0.1 * step
-        + ((tokens_S * 31 + torch.arange(len(tokens_S)) * 17) % 11) / 11 / temperature
-    )
 
 
 def row_of(
@@ -119,13 +108,6 @@ class Store:
         self.fetched: Counter[str] = Counter()
         self.calls = 0
 
-    def batch(self, padding: Sequence[str] = ()) -> KVBatchMeta:
-        """All responses, of which some only fill up the batch."""
-        tags = [{"is_padding": key in padding} for key in self.rows]
-        return KVBatchMeta(
-            partition_id="train", keys=list(self.rows), tags=tags, fields=["responses"]
-        )
-
     def kv_batch_get(
         self, keys: list[str], partition_id: str, select_fields: Sequence[str]
     ) -> TensorDict:
@@ -149,9 +131,12 @@ class Store:
 
     @contextmanager
     def installed(self, padding: Sequence[str] = ()) -> Iterator[KVBatchMeta]:
-        """Within, it takes TransferQueue's place; its batch."""
+        """Within, it takes TransferQueue's place; its batch, which some responses only fill up."""
         functions = {"kv_batch_get": self.kv_batch_get, "kv_batch_put": self.kv_batch_put}
-        self._batch = self.batch(padding)
+        tags = [{"is_padding": key in padding} for key in self.rows]
+        self._batch = KVBatchMeta(
+            partition_id="train", keys=list(self.rows), tags=tags, fields=["responses"]
+        )
         with (
             patch.multiple(transfer_queue, **functions),
             patch.object(trainer_base, "calculate_debug_metrics", lambda data: {}),
@@ -159,8 +144,9 @@ class Store:
             yield self._batch
 
 
-def lengths_of(data: TensorDict) -> list[list[int]]:
-    """The tokens of each row's prompt and response, nested or padded."""
+def packed(data: TensorDict, log_probs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Log-probabilities of the responses as verl's engine gives them: nested, of prompt and response, each at the position
+    before its token."""
     prompts = data["prompts"]
     responses = data["responses"]
     if prompts.is_nested:
@@ -168,29 +154,12 @@ def lengths_of(data: TensorDict) -> list[list[int]]:
     else:
         masks = data["attention_mask"].split([prompts.shape[1], responses.shape[1]], dim=1)
         lengths = [mask.sum(dim=1) for mask in masks]
-    return torch.stack(lengths, dim=1).tolist()
-
-
-def run_loss(
-    worker: Any, data: TensorDict, log_probs: Sequence[torch.Tensor], factor: float = 1.0
-) -> None:
-    """The worker's loss and its backward on log-probabilities of the responses, packed as verl's engine gives them: those of
-    prompt and response, each at the position before its token."""
+    rows = []
     # Of 3 prompt and 2 response tokens, positions 2 and 3 predict the response; -1 stands at the others.
-    packed = []
-    for log_probs_T, (prompt, response) in zip(log_probs, lengths_of(data), strict=True):
-        packed.append(torch.full((prompt + response,), -1.0))
-        packed[-1][prompt - 1 : -1] = log_probs_T[:response]
-    outputs = {"log_probs": nested(packed).requires_grad_()}
-    loss, _ = worker.loss_fn(model_output=outputs, data=data)
-    (loss * factor).backward()
-
-
-def loss_worker(actor: Any, **engine: Any) -> Any:
-    """verl's worker with an actor's configuration, as far as the reader of an update knows it."""
-    return SimpleNamespace(
-        engine=SimpleNamespace(**engine), loss_fn=partial(ppo_loss, actor)
-    )
+    for log_probs_T, prompt, response in zip(log_probs, *lengths, strict=True):
+        rows.append(torch.full((prompt + response,), -1.0))
+        rows[-1][prompt - 1 : -1] = log_probs_T[:response]
+    return nested(rows)
 
 
 class Workers:
@@ -229,14 +198,13 @@ class Workers:
         return batch
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
-        names = ("signal", "temperature", "step")
-        signal, *how = (
-            tu.get_non_tensor_data(request, name, default=None) for name in names
-        )
+        signal = tu.get(request, "signal")
         scores = []
         for row in rows_of(request):
             self.own.append(row.tokens)
-            values_P = made_up_saliency(row.tokens, *how)[row.start - 1 :]
+            # By token and position.
+            values_S = (row.tokens * 31 + torch.arange(len(row.tokens)) * 17) % 11 / 11
+            values_P = 0.1 + values_S[row.start - 1 :]
             scores.append(
                 RowScores(signal.of_row(row, values_P, values_P).scores, values_P)
             )
@@ -252,10 +220,8 @@ class Workers:
         tu.assign_non_tensor(data, **batch.extra_info, dp_size=1, batch_num_tokens=tokens)
         places = [int(self.store.rows[key].get(PLACES, [0])[0]) for key in batch.keys]
         if LEAVE_OUT in batch.extra_info:
-            trained = trains(data["advantages"].unbind(), data["response_mask"].unbind())
-            data = tu.index_select_tensor_dict(
-                data, torch.tensor(trained).nonzero().flatten()
-            )
+            trained = torch.tensor(trains(data["advantages"], data["response_mask"]))
+            data = tu.index_select_tensor_dict(data, trained.nonzero().flatten())
         worker = self.training_worker()
         for _ in range(batch.extra_info["epochs"]):
             self.optimise(worker, data, places)
@@ -265,7 +231,8 @@ class Workers:
     def training_worker(self) -> Any:
         self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = self.micro_batch
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        return loss_worker(actor, scaler=self.scaler, compute_entropy_from_logits=None)
+        engine = SimpleNamespace(scaler=self.scaler, compute_entropy_from_logits=None)
+        return SimpleNamespace(engine=engine, loss_fn=partial(ppo_loss, actor))
 
     def optimise(self, worker: Any, data: TensorDict, places: list[int]) -> None:
         """An optimiser step, watched where the batch asks for it."""
@@ -280,7 +247,9 @@ class Workers:
         for rows in torch.arange(len(data)).split(self.micro_batch):
             part = tu.index_select_tensor_dict(data, rows)
             moved = [old_T + self.moved for old_T in part["old_log_probs"].unbind()]
-            run_loss(worker, part, moved, scale)
+            outputs = {"log_probs": packed(part, moved).requires_grad_()}
+            loss, _ = worker.loss_fn(model_output=outputs, data=part)
+            (loss * scale).backward()
         if self.scaler is not None:
             # verl's optimiser step ends with another scale than the backward had.
             self.scaler.update(2 * self.scaler.get_scale())
@@ -374,24 +343,6 @@ class Step:
         self.run()
         self.update()
         return self.written()
-
-
-def receipt_by(
-    of_ranks: Sequence[list[OptimiserStep]],
-    mask_BT: torch.Tensor,
-    advantages_BT: torch.Tensor,
-    columns: dict[str, torch.Tensor],
-    chosen: Sequence[int],
-    **options: Any,
-) -> Receipt:
-    """The trainer's receipt of each rank's optimiser steps, over the chosen responses of an update."""
-    fields = {"keys": [f"r{place}" for place in chosen], "places": list(chosen)}
-    fields["columns"] = {name: values_BT[chosen] for name, values_BT in columns.items()}
-    responses = SimpleNamespace(mask=mask_BT[chosen], **fields)
-    part: Any = SimpleNamespace(
-        rollouts=responses, advantages=(advantages_BT * mask_BT)[chosen]
-    )
-    return receipt_of(part, of_ranks, tokens=mask_BT.sum(dim=1).tolist(), **options)
 
 
 def same(advantages: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,7 +28,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from grail_advantage import Grail, Method, find_answer_span
-from grail_advantage.data import Row
+from grail_advantage.data import Row, RowScores
 from grail_advantage.method import build
 from grail_advantage.verl_ext.engine_model import EngineModel
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, PLACES, UPDATE, WATCHED
@@ -36,7 +37,6 @@ from grail_advantage.verl_ext.trainer import TokenWeightDetachActorWorker
 from tests import forked
 from tests.core.tiny_models import FAMILIES as KINDS_OF_MODEL
 from tests.core.tiny_models import (
-    PAD_ID,
     ROLLOUTS,
     Family,
     Rollout,
@@ -71,17 +71,14 @@ def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
         forked.start(__name__, part, str(rank), str(world_size), str(folder), stdout=log)
         for rank, log in enumerate(logs)
     ]
-    deadline = time.monotonic() + LONGEST
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+        process.join(LONGEST)
     # None of a rank that hangs.
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
     texts = [f"{log.name}: ...{log.read_text()[-3000:]}" for log in logs]
-    assert all(code == 0 for code in codes), f"the ranks ended with {codes}\n" + "\n".join(
-        texts
-    )
+    assert not any(codes) and None not in codes, "\n".join([f"ended with {codes}", *texts])
     files = [_result(folder, part, rank) for rank in range(world_size)]
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
@@ -207,14 +204,14 @@ def passes_of(name: str) -> list[str]:
     if name == "fsdp2, packed":
         return [*INFERENCE, *PERTURBATION, *GRADIENT, *SALIENCY]
     setup = SETUPS[name]
-    kinds = [list(kind) for kind in (INFERENCE, PERTURBATION, GRADIENT, SALIENCY)]
+    kinds: list[Collection[str]] = [INFERENCE, PERTURBATION, GRADIENT, SALIENCY]
     if setup.sequence_parallel > 1:
-        kinds = [list(SALIENCY)]
+        kinds = [SALIENCY]
     if setup.kernels:
         # Fused kernels give log-probabilities, which among passes without gradients RLSD alone asks for.
-        kinds = [["rlsd"], list(SALIENCY)]
+        kinds = [["rlsd"], SALIENCY]
     turn = list(SETUPS).index(name)
-    return [names[turn % len(names)] for names in kinds]
+    return [list(names)[turn % len(names)] for names in kinds]
 
 
 def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
@@ -375,9 +372,10 @@ def update(
         "calculate_entropy": False,
         "seed": 0,
         "epochs": epochs,
+        "global_batch_size": size,
+        "mini_batch_size": size,
+        "dataloader_kwargs": {"shuffle": False},
     }
-    settings |= dict.fromkeys(("global_batch_size", "mini_batch_size"), size)
-    settings["dataloader_kwargs"] = {"shuffle": False}
     if "skipped" in mode:
         settings[LEAVE_OUT] = True
     if "watched" in mode:
@@ -422,12 +420,8 @@ def update(
 
 def verls_forward(worker: Any, rows: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
     """Old log-probabilities and entropies of responses as verl's trainer gets them, by a forward of their own."""
-    settings = {
-        "temperature": TEMPERATURE,
-        "calculate_entropy": True,
-        "compute_loss": False,
-    }
-    batch = batch_of(rows, **settings)
+    settings = {"calculate_entropy": True, "compute_loss": False}
+    batch = batch_of(rows, temperature=TEMPERATURE, **settings)
     output = worker.infer_batch(batch)
     columns = {}
     if output is not None:
@@ -449,12 +443,10 @@ class Rank:
         self.world_size = world_size
         self.folder = folder
 
-    def _own(self, engine: Any, name: str, setup: Setup) -> dict[str, list[torch.Tensor]]:
+    def _own(self, engine: Any, name: str, setup: Setup) -> list[RowScores]:
         signal, temperature, sizes = OWN[name]
         rows = pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
-        return own_pass(
-            engine, rows, signal, sizes, temperature=temperature, pad_token=PAD_ID
-        )
+        return own_pass(engine, rows, signal, sizes, temperature)
 
     def _step(self, engine: Any, setup: Setup) -> float | None:
         """An optimiser step in two micro-batches. Its gradient norm, where verl gives it out."""
@@ -487,14 +479,12 @@ class Rank:
         for pass_name in passes[-1:]:
             self._own(engine, pass_name, setup)
         norms.append(self._step(engine, setup))
-        final = shards(engine)
-        enabled = torch.is_grad_enabled()
         return {
             "own": values,
             "merged": merged,
             "norms": norms,
-            "final": final,
-            "enabled": enabled,
+            "final": shards(engine),
+            "enabled": torch.is_grad_enabled(),
         }
 
     def family(self, setup: Setup) -> tuple[bool, dict[str, Any]]:

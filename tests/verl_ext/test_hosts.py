@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.utils.tensordict_utils import get_non_tensor_data
+from verl.utils import tensordict_utils as tu
 
 from grail_advantage import Grail, Method
 from grail_advantage.api import PlainHost
@@ -59,15 +59,17 @@ class ModelWorkers:
         return batch
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
-        names = ("signal", "temperature", "step", "pad_token")
-        signal, temperature, step, pad_token = (
-            get_non_tensor_data(request, name, default=None) for name in names
+        model = HuggingFaceModel(
+            tiny_model(),
+            char_tokenizer(),
+            tu.get(request, "temperature"),
+            torch.device("cpu"),
+            group=None,
+            step=tu.get(request, "step"),
+            tokens=1,
         )
-        how = {"group": None, "step": step, "tokens": 1}
-        cpu = torch.device("cpu")
-        model = HuggingFaceModel(tiny_model(), char_tokenizer(), temperature, cpu, **how)
-        model.pad_token = pad_token
-        return build_reply(signal.run(rows_of(request), model))
+        model.pad_token = tu.get(request, "pad_token")
+        return build_reply(tu.get(request, "signal").run(rows_of(request), model))
 
 
 def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Table:

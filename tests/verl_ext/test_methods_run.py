@@ -95,29 +95,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("methods")
     (source := folder / "source").mkdir()
     write_files("write_your_own.md", source)
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-qq",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
-    subprocess.run(
-        [*install, "--target", str(folder / "site"), str(source)], check=True, timeout=600
-    )
+    install = f"{sys.executable} -m pip install -qq --no-deps --no-build-isolation --target"
+    command = [*install.split(), str(folder / "site"), str(source)]
+    subprocess.run(command, check=True, timeout=600)
     # The trainer of the page is found on PYTHONPATH.
     write_files("own_trainer.md", folder / "site")
-    options = [
-        (methods()[name].section, key, value)
-        for name, values in OPTIONS.items()
-        for key, value in values.items()
-    ]
     overrides = [
         "trainer.v1.trainer_mode=every_method",
         "algorithm.adv_estimator=boxed_digits",
-        *(f"algorithm.{section}.{key}={value!r}" for section, key, value in options),
+        *(
+            f"algorithm.{methods()[name].section}.{option}={value}"
+            for name, options in OPTIONS.items()
+            for option, value in options.items()
+        ),
         f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
         f"data.train_batch_size={PROMPTS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
@@ -208,7 +198,6 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
         rows,
         signal,
         temperature=TEMPERATURE,
-        step=rows[0].step,
         # Responses to one prompt have the place of its first one.
         groups=torch.tensor([numbers.index(number) for number in numbers]),
         examples=[Example(whole_run.messages_of(number), data, {}) for number in numbers],

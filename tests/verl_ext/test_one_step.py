@@ -84,22 +84,17 @@ class OtherAdvantages(TokenWeightTrainer, NegativeAdvantages):
     """Its correct responses are those with a negative advantage."""
 
 
-def test_a_trainers_own_advantages_have_the_last_word() -> None:
-    step = Step(cls=OtherAdvantages)
-    advantages = step.run()
-    # GRAIL weights responses with a negative advantage.
-    correct = {key for key, *_, reward in ROWS if reward}
-    assert uneven(advantages) == correct and all(
-        (advantages[key] < 0).all() for key in correct
-    )
-    assert len(step.workers.own) == len(correct)
-
-
-def test_a_trainers_own_advantages_are_not_made_again(
+def test_a_trainers_own_advantages_have_the_last_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where a reward cannot be used: that response trains nothing, and those with a finite advantage keep it."""
-    complete = Step(cls=OtherAdvantages).run()
+    """They are not made again where a reward cannot be used: that response trains nothing, and those with a finite advantage
+    keep it."""
+    step = Step(cls=OtherAdvantages)
+    complete = step.run()
+    # GRAIL weights responses with a negative advantage.
+    correct = {key for key, *_, reward in ROWS if reward}
+    assert uneven(complete) == correct and len(step.workers.own) == len(correct)
+    assert all((complete[key] < 0).all() for key in correct)
     step = Step(cls=OtherAdvantages)
     step.store.rows["a_2_0"]["rm_scores"][-1] = math.nan
     for key, advantages_T in step.run().items():
@@ -130,17 +125,14 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
     step = scored(rewards)
     advantages = step.run()
     untouched = scored([1.0, 0.0, 0.0, 1.0]).run()
-    for key, value in zip(advantages, expected, strict=False):
+    actual_B = step.trainer._weighed.rollouts.advantages
+    assert actual_B[:4].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+    for (key, values_T), value in zip(
+        advantages.items(), actual_B.nan_to_num(), strict=True
+    ):
         # What cannot be compared trains nothing.
-        trained = 0.0 if math.isnan(value) else value
-        torch.testing.assert_close(
-            advantages[key], torch.full_like(advantages[key], trained)
-        )
-    assert all(
-        torch.equal(advantages[key], untouched[key]) for key in advantages if key[0] == "b"
-    )
-    actual = step.trainer._weighed.rollouts.advantages[:4].tolist()
-    assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+        assert (values_T == value).all()
+        assert key[0] == "a" or torch.equal(values_T, untouched[key])
     assert step.metrics["uniform/unjudged_rate"] == sum(map(math.isnan, expected)) / 8
     assert all(map(math.isfinite, step.metrics.values()))
 
@@ -207,16 +199,11 @@ class TestLeavingOut:
         groups = "".join(key[0] for key in request.keys)
         assert sorted([groups[:3].count("a"), groups[3:].count("a")]) == [1, 2]
         assert request.extra_info[LEAVE_OUT] is True
-        assert (
-            request.extra_info["mini_batch_size"]
-            == request.extra_info["global_batch_size"]
-            == 6
-        )
+        sizes = ("mini_batch_size", "global_batch_size")
+        assert [request.extra_info[name] for name in sizes] == [6, 6]
         texts = [prompt + response for key, prompt, response, _ in ROWS if key[0] == "b"]
         assert step.metrics["token_weights/skipped_responses"] == 3
-        assert step.metrics["token_weights/skipped_tokens"] == sum(
-            map(len, map(encode, texts))
-        )
+        assert step.metrics["token_weights/skipped_tokens"] == len(encode("".join(texts)))
         # One of the three fills up the batch.
         padded = self.step(padding="b_1_0")
         assert padded.metrics["token_weights/skipped_responses"] == 2, (
@@ -293,11 +280,8 @@ class TestStart:
         GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
         trainer = self._trainer(tmp_path, max_model_len, max_position_embeddings=48)
         trainer._init_tokenizer()
-        assert trainer._context_length == context and trainer._end_tokens == {
-            3,
-            4,
-            trainer.tokenizer.eos_token_id,
-        }
+        assert trainer._context_length == context
+        assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
 
     def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path: Path) -> None:
         """One that the driver could not look at, as it was not there yet."""

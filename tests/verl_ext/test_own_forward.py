@@ -30,10 +30,9 @@ SAME = Finding(1e-6, 2e-4, "beside other responses and alone")
 DRAWS = Finding(0.4, 2e-4, "alone and alone again")
 
 
-def log_probs_of(row: dict[str, Any]) -> torch.Tensor:
+def log_probs_of(prompt_P: torch.Tensor, response_T: torch.Tensor) -> torch.Tensor:
     """Made-up log-probabilities of prompt and response, each at the position before its token."""
-    tokens = torch.cat([row["prompts"], row["responses"]])
-    return -0.05 - (tokens * 13 % 29) / 10
+    return -0.05 - (torch.cat([prompt_P, response_T]) * 13 % 29) / 10
 
 
 class OneForward(Workers):
@@ -43,7 +42,7 @@ class OneForward(Workers):
     micro_batch = 8
 
     def log_probs(self, place: int, row: dict[str, Any]) -> torch.Tensor:
-        return log_probs_of(row)
+        return log_probs_of(row["prompts"], row["responses"])
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
         self.own_forward = OwnForward()
@@ -56,12 +55,9 @@ class OneForward(Workers):
             super().optimise(worker, data, places)
 
     def step(self, worker: Any, data: TensorDict) -> None:
-        rows = zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)
-        values = [
-            log_probs_of({"prompts": ids_P, "responses": ids_T}) for ids_P, ids_T in rows
-        ]
-        outputs = {"log_probs": nested(values).requires_grad_()}
-        outputs["entropy"] = nested([-values_P for values_P in values])
+        ids = [data[name].unbind() for name in ("prompts", "responses")]
+        log_probs = nested(list(map(log_probs_of, *ids)))
+        outputs = {"entropy": -log_probs, "log_probs": log_probs.requires_grad_()}
         loss, _ = worker.loss_fn(model_output=outputs, data=data)
         loss.backward()
         self.loss = float(loss.detach())
@@ -99,24 +95,13 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path) -> 
     )
     for expected, row in zip(*dumps, strict=True):
         assert row.key == expected.key
-        for name in (
-            "advantage_T",
-            "weight_T",
-            "received_T",
-            "old_log_prob_T",
-            "entropy_T",
-        ):
-            expected_T = getattr(expected, name)
-            if (
-                name in ("old_log_prob_T", "entropy_T")
-                and skips
-                and not expected.advantage_T.any()
-            ):
-                # The update left the response out, so that no forward has seen it.
-                expected_T = np.full_like(expected_T, np.nan)
-            np.testing.assert_allclose(
-                getattr(row, name), expected_T, rtol=1e-5, err_msg=name
-            )
+        if skips and not expected.advantage_T.any():
+            # The update left the response out, so that no forward has seen it.
+            expected.old_log_prob_T[:] = np.nan
+            expected.entropy_T[:] = np.nan
+        for name in ("advantage", "weight", "received", "old_log_prob", "entropy"):
+            values = [getattr(a_row, f"{name}_T") for a_row in (row, expected)]
+            np.testing.assert_allclose(*values, rtol=1e-5, err_msg=name)
     assert reused.workers.loss == pytest.approx(verl.workers.loss, rel=1e-5)
     entropy = verl.metrics.get("actor/entropy", reused.metrics["actor/entropy"])
     assert skips or reused.metrics["actor/entropy"] == pytest.approx(entropy, rel=1e-5)
@@ -133,7 +118,8 @@ def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     differences = []
     # By hand: the difference of both probabilities of each token.
     for row in reused.store.rows.values():
-        policy_T = log_probs_of(row)[len(row["prompts"]) - 1 : -1]
+        log_probs_P = log_probs_of(row["prompts"], row["responses"])
+        policy_T = log_probs_P[len(row["prompts"]) - 1 : -1]
         differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())
     expected = float(torch.cat(differences).mean())
     assert reused.metrics["training/rollout_probs_diff_mean"] == pytest.approx(

@@ -7,7 +7,7 @@ all-to-all, as flash attention has no CPU build; that kernel itself is tested wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from grail_advantage import Oar
+from grail_advantage.data import RowScores
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from tests.core.tiny_models import char_tokenizer
 from tests.verl_ext import ranks
@@ -24,43 +25,28 @@ from tests.verl_ext.ranks import FAMILIES, OWN, SETUPS, Results, Setup, start_ra
 pytestmark = pytest.mark.slow
 
 
-@dataclass
-class Measured:
-    """What the ranks measured, started for their number when it is asked for first, and the plain models."""
-
-    folder: Path
-    models: dict[str, PreTrainedModel]
-    results: dict[int, list[Results]] = field(default_factory=dict)
-
-    def of(self, kind: str, name: str, size: int = 2) -> list[Any]:
-        """The results of all ranks."""
-        if size not in self.results:
-            self.results[size] = start_ranks(str(size), self.folder, size)
-        return [result[kind][name] for result in self.results[size]]
-
-
 def check(
-    model: PreTrainedModel, setup: Setup, name: str, rank: int, measured: dict[str, Any]
+    model: PreTrainedModel, setup: Setup, name: str, rank: int, measured: list[RowScores]
 ) -> None:
     """That a pass on a rank gave what the plain model gives, in one process and one response at a time."""
     signal, temperature, _ = OWN[name]
     rows = ranks.pass_rows(name, rank // setup.sequence_parallel, setup.data_parallel)
-    how = {"group": None, "step": 0, "tokens": 1}
     cpu = torch.device("cpu")
-    plain = HuggingFaceModel(model, char_tokenizer(), temperature, cpu, **how)
+    plain = HuggingFaceModel(
+        model, char_tokenizer(), temperature, cpu, group=None, step=0, tokens=1
+    )
     expected = signal.run(rows, plain)
-    has_norms = all(row_scores.norms is not None for row_scores in expected)
-    assert ("gradient_norm" in measured) == has_norms
     # The gradient of a divergence as small as OAR-G's keeps three to four digits of float32's seven; so does a sum that
     # cancels.
     rtol = 1e-4
     if isinstance(signal, Oar):
         rtol = {"gradient": 5e-3, "perturbation": 5e-4}[signal.method]
-    columns = {"scores": [row_scores.scores for row_scores in expected]}
-    if "gradient_norm" in measured:
-        columns["gradient_norm"] = [row_scores.norms for row_scores in expected]
-    for column, values in columns.items():
-        for actual_T, expected_T in zip(measured[column], values, strict=True):
+    for actual, row_scores in zip(measured, expected, strict=True):
+        assert (actual.norms is None) == (row_scores.norms is None)
+        for name, expected_T in vars(row_scores).items():
+            if expected_T is None:
+                continue
+            actual_T = getattr(actual, name)
             count = len(expected_T)
             atol = rtol * float(expected_T.nan_to_num().abs().max()) if count else 0.0
             close = {"rtol": rtol, "atol": atol, "equal_nan": True}
@@ -70,42 +56,48 @@ def check(
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    folder = tmp_path_factory.mktemp("passes")
-    return Measured(folder, ranks.write_models(folder))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("passes")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[str, PreTrainedModel]:
+    """The plain models, which the ranks load."""
+    return ranks.write_models(folder)
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, models: dict[str, PreTrainedModel]) -> Any:
+    """What so many ranks measured, each; they start when they are asked for first."""
+    return cache(lambda size: start_ranks(str(size), folder, size))
 
 
 @pytest.mark.parametrize("name", SETUPS)
 class TestEverySetup:
     def test_passes_give_the_plain_models_scores(
-        self, measured: Measured, name: str
+        self, measured: Any, models: dict[str, PreTrainedModel], name: str
     ) -> None:
         setup = SETUPS[name]
-        for rank, result in enumerate(measured.of("passes", name, setup.ranks)):
-            later = result["after passes"]
+        for rank, result in enumerate(measured(setup.ranks)):
+            later = result["passes"][name]["after passes"]
             assert list(later["own"]) == ranks.passes_of(name) and later["enabled"]
             for pass_name, values in later["own"].items():
-                model = measured.models[setup.adapter or setup.model]
-                check(model, setup, pass_name, rank, values)
+                check(models[setup.adapter or setup.model], setup, pass_name, rank, values)
 
     def test_they_leave_nothing_that_the_next_optimiser_steps_see(
-        self, measured: Measured, name: str
+        self, measured: Any, name: str
     ) -> None:
         """Bit for bit, as the same kernels run in the same order, dropout and all; so is what an adapter is merged to."""
-        results = measured.of("passes", name, SETUPS[name].ranks)
-        for alone, later in [
-            (result["alone"], result["after passes"]) for result in results
-        ]:
+        results = [result["passes"][name] for result in measured(SETUPS[name].ranks)]
+        for result in results:
+            alone = result["alone"]
+            later = result["after passes"]
             # An optimiser step before the passes is the same, and so is one after a pass in between.
             assert alone["norms"] == later["norms"]
             assert all(norm is None or norm > 0 for norm in alone["norms"])
             assert all(map(torch.equal, alone["final"], later["final"]))
             assert bool(alone["merged"]) == bool(SETUPS[name].adapter)
-            assert alone["merged"].keys() == later["merged"].keys()
-            assert all(
-                torch.equal(alone["merged"][path], later["merged"][path])
-                for path in alone["merged"]
-            )
+            torch.testing.assert_close(alone["merged"], later["merged"], rtol=0, atol=0)
         # verl gives the norm out on one rank of a sequence-parallel group.
         assert any(norm for result in results for norm in result["alone"]["norms"])
 
@@ -136,8 +128,8 @@ def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(
         check(models[setup.model], setup, pass_name, 0, values)
 
 
-def test_whole_blocks_are_as_few_as_in_training(measured: Measured) -> None:
-    for result in measured.of("held", "fsdp2"):
+def test_whole_blocks_are_as_few_as_in_training(measured: Any) -> None:
+    for result in [result["held"]["fsdp2"] for result in measured(2)]:
         limit = max(result["training"])
         # Training does not hold the whole model, which has four blocks.
         assert limit < 4
@@ -146,11 +138,11 @@ def test_whole_blocks_are_as_few_as_in_training(measured: Measured) -> None:
 
 @pytest.mark.parametrize("strategy", ranks.PLAIN)
 def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(
-    measured: Measured, strategy: str
+    measured: Any, strategy: str
 ) -> None:
     """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not. Bypass
     takes the policy as it is. The policy is put back, after an error too, and nothing is kept."""
-    for result in measured.of("later_update", strategy):
+    for result in [result["later_update"][strategy] for result in measured(2)]:
         first = result["first"]
         torch.testing.assert_close(result["decoupled"], first, rtol=2e-4, atol=1e-6)
         assert not torch.allclose(result["bypass"], first, rtol=1e-2)

@@ -23,10 +23,19 @@ from grail_advantage.method import build
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.patches import advantages_by
 from grail_advantage.verl_ext.ray_trainer import WRITTEN, TokenWeightRayTrainer
+from grail_advantage.verl_ext.settings import BASE, MISSING
 from tests.verl_ext.one_step import FACTS, Step, Workers, same
 
 Rows = dict[str, dict[str, Any]]
 OF_DATA = FACTS.keys() - {"extra_fields"}
+PADDED = [
+    "responses",
+    "response_mask",
+    "rm_scores",
+    "loss_mask",
+    "rollout_log_probs",
+    "ref_log_prob",
+]
 
 
 class OlderWorkers(Workers):
@@ -65,40 +74,27 @@ class Older(Step):
     def data(self, without: tuple[str, ...] = ()) -> DataProto:
         """As padded tensors, but for some of what ``_compute_old_log_prob`` hands on."""
         rows = list(self.store.rows.values())
-
-        def padded(values: Any, side: str = "right") -> torch.Tensor:
-            return pad_sequence(list(values), batch_first=True, padding_side=side)
-
-        names = [
-            "responses",
-            "response_mask",
-            "rm_scores",
-            "loss_mask",
-            "rollout_log_probs",
-        ]
-        names += ["ref_log_prob"] * ("ref_log_prob" in rows[0])
-        tensors = {name: padded(row[name] for row in rows) for name in names}
-        tensors["prompts"] = padded((row["prompts"] for row in rows), "left")
-        ids = [tensors["prompts"], tensors["responses"]]
-        tensors["input_ids"] = torch.cat(ids, dim=1)
-        attention = [
-            padded((torch.ones_like(row["prompts"]) for row in rows), "left"),
-            padded(torch.ones_like(row["responses"]) for row in rows),
-        ]
-        tensors["attention_mask"] = torch.cat(attention, dim=1)
+        fields = self.store.kv_batch_get(list(self.store.rows), "train", PADDED)
+        tensors = dict(fields.to_padded_tensor().items())
+        # The older trainer hands on what the model wrote, here every token, under a name of this package.
+        written = tensors.pop("loss_mask")
+        prompts = [row["prompts"] for row in rows]
+        tensors["prompts"], valid = (
+            pad_sequence(parts, batch_first=True, padding_side="left")
+            for parts in (prompts, list(map(torch.ones_like, prompts)))
+        )
+        tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], dim=1)
+        tensors["attention_mask"] = torch.cat([valid, written], dim=1)
         tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
         for name in ("token_level_scores", "token_level_rewards"):
             tensors[name] = tensors["rm_scores"]
-        # The older trainer hands on what the model wrote under a name of this package.
-        written = tensors.pop("loss_mask")
         tensors["old_log_probs"] = -(0.1 + 0.01 * self.workers.updated) * written
         for name, values in {WRITTEN: written, ENTROPY: 0.1 * written}.items():
             if name not in without:
                 tensors[name] = values
         columns = {name: [row[name] for row in rows] for name in ("uid", *OF_DATA)}
-        extra = [row["extra_fields"] for row in rows]
         columns["reward_extra_info"] = [
-            fields.get("reward_extra_info", {}) for fields in extra
+            row["extra_fields"].get("reward_extra_info", {}) for row in rows
         ]
         self._begin_rollout(rows)
         objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
@@ -107,10 +103,10 @@ class Older(Step):
     def _begin_rollout(self, rows: list[dict[str, Any]]) -> None:
         """Of the responses' prompts, with the weight that the data set gives each."""
         weights = {row["uid"]: row.get("weight") for row in rows}
-        columns = {"uid": np.array(list(weights))}
-        columns["weight"] = np.array(list(weights.values()), dtype=object)
+        columns = {"uid": [*weights], "weight": [*weights.values()]}
+        objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
         tensors = {"dummy_tensor": torch.zeros(len(weights), 1)}
-        prompts = DataProto.from_dict(tensors, non_tensors=columns)
+        prompts = DataProto.from_dict(tensors, non_tensors=objects)
         self.trainer._get_gen_batch(prompts)
         assert "weight" not in prompts.non_tensor_batch
 
@@ -158,18 +154,13 @@ CASES = [
 def test_is_the_v1_trainer_on_the_same_responses(
     name: str, base: str, fate: str, tmp_path: Path
 ) -> None:
-    options = {"base": base, "missing_answers": "warn"}
-    overrides = [
-        f"algorithm.token_weights.{option}={value}" for option, value in options.items()
-    ]
+    overrides = (f"{BASE}={base}", f"{MISSING}=warn")
     method = build(name)
     step = Step(*overrides, method=method, folder=tmp_path / "v1")
     rows = step.store.rows
     if name == "progress_advantage":
-        for number, row in enumerate(rows.values()):
-            row["ref_log_prob"] = -0.1 * (
-                number + torch.arange(1, 1 + len(row["responses"]))
-            )
+        for number, row in enumerate(rows.values(), start=1):
+            row["ref_log_prob"] = -0.1 * (number + torch.arange(len(row["responses"])))
     if fate == "rejected":
         rows["a_1_0"]["response_mask"] = torch.zeros_like(rows["a_1_0"]["response_mask"])
     if fate == "unjudged":
@@ -189,9 +180,8 @@ def test_is_the_v1_trainer_on_the_same_responses(
     figures = [figure for figure in step.metrics if figure.startswith(f"{name}/")]
     assert all(older.metrics[figure] == step.metrics[figure] for figure in figures)
     assert len(figures) > 3
-    assert (
-        older.metrics["receipt/findings"] == older.metrics["token_dump/failed_files"] == 0
-    )
+    assert older.metrics["receipt/findings"] == 0
+    assert older.metrics["token_dump/failed_files"] == 0
 
 
 def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None:

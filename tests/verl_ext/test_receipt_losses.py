@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from torch.nn.functional import pad
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
+from verl.workers.utils.losses import ppo_loss
 
-from grail_advantage.receipt import Batch, Loss, Receipt
-from grail_advantage.verl_ext.dump import LOSS_COLUMNS, loss_of
-from grail_advantage.verl_ext.exchange import PLACES, WATCHED, nested
+from grail_advantage.receipt import Loss, Receipt, check
+from grail_advantage.verl_ext.dump import loss_of
 from grail_advantage.verl_ext.settings import ACTOR, Settings
-from grail_advantage.verl_ext.worker import UpdateReader
 from tests.composed import VERL, compose
-from tests.core.receipt_loop import TOKENS, Rollout, names, rollout
-from tests.verl_ext.one_step import loss_worker, receipt_by, run_loss
+from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
 from tests.verl_ext.ranks import AGGREGATIONS
 
 KNOWN = sorted(POLICY_LOSS_REGISTRY.keys() - {"bypass_mode", "clip_cov", "geo_mean"})
@@ -31,7 +29,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "ranks": (1, 2),
     "updates": (1, 2),
     "epochs": (1, 4),
-    "skips": (True, False),
     "weights": (True, False),
     "token_advantages": (True, False),
     "loss_agg_mode": AGGREGATIONS,
@@ -79,71 +76,44 @@ def settings_of(mode: str, choice: dict[str, Any]) -> tuple[Loss, ActorConfig]:
     return loss, omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
-def data_of(batch: Batch, rows: torch.Tensor) -> TensorDict:
-    """A micro-batch as verl's worker has it, after prompts of one to three tokens."""
-    lengths = (
-        torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1).clamp(min=1)
-    )
-    columns = {
-        "response_mask": batch.mask_BT,
-        "old_log_probs": batch.old_log_probs_BT,
-        "advantages": batch.advantages_BT,
-        "rollout_is_weights": batch.weights_BT,
-        "ref_log_prob": batch.ref_log_probs_BT,
-        "responses": torch.zeros(batch.mask_BT.shape, dtype=torch.long),
-    }
-    fields = {
-        name: nested([values[row, : lengths[row]] for row in rows])
-        for name, values in columns.items()
-        if values is not None
-    }
-    fields["prompts"] = nested(
-        [torch.zeros(int(1 + row % 3), dtype=torch.long) for row in rows]
-    )
-    fields[PLACES] = torch.stack([rows, rows], dim=1)
-    return TensorDict(fields, batch_size=[len(rows)])
-
-
 def receipt_of(
-    source: Rollout,
+    loop: Rollout,
     mode: str,
     choice: dict[str, Any],
-    skipped_B: torch.Tensor,
-    generated_BT: torch.Tensor,
+    generated_BT: torch.Tensor | None = None,
 ) -> Receipt:
-    """By what each rank's reader reads of verl's loss, whose engine counts the generated tokens."""
-    batch = source.batch
+    """Of the core's loop with verl's loss, whose engine counts the generated tokens."""
+    batch = loop.batch
+    if generated_BT is None:
+        generated_BT = batch.mask_BT
     loss, config = settings_of(mode, choice)
     assert loss.account is not None
-    readers = [UpdateReader() for _ in range(batch.ranks)]
-    watched = tu.get_tensordict({}, non_tensor_dict={WATCHED: "1.0"})
-    for update, step in enumerate(source.plan):
-        everything = torch.cat([rows for _, rows in step])
-        sizes = {"dp_size": batch.ranks, "global_batch_size": len(everything)}
-        sizes["batch_num_tokens"] = int(generated_BT[everything].sum())
-        for rank, reader in enumerate(readers):
-            worker = loss_worker(config)
-            micro_batches = [rows for owner, rows in step if owner == rank]
-            places = [place for rows in micro_batches for place in rows.tolist()]
-            with reader.optimiser_step(worker, watched, places):
-                for rows in [rows[~skipped_B[rows]] for rows in micro_batches]:
-                    if len(rows):
-                        data = data_of(batch, rows)
-                        tu.assign_non_tensor(data, **sizes)
-                        run_loss(worker, data, source.policy_UBT[update, rows])
-    values = (batch.old_log_probs_BT, batch.weights_BT, batch.ref_log_probs_BT)
-    columns = zip(LOSS_COLUMNS, values, strict=True)
-    return receipt_by(
-        [reader.take("1.0") for reader in readers],
-        batch.mask_BT,
-        batch.advantages_BT,
-        {name: column for name, column in columns if column is not None},
-        range(len(skipped_B)),
-        sent=(~skipped_B).tolist(),
-        loss=loss,
-        epochs=batch.epochs,
-        on_policy=True,
-    )
+
+    def verls(m: MicroBatch) -> torch.Tensor:
+        count, width = m.mask.shape
+        # Padded, after prompts of one token.
+        fields = {
+            "prompts": torch.zeros(count, 1),
+            "responses": torch.zeros(count, width),
+            "attention_mask": torch.ones(count, 1 + width, dtype=torch.long),
+            "response_mask": m.mask,
+            "old_log_probs": m.old,
+            "advantages": m.advantages,
+            "ref_log_prob": m.ref,
+        }
+        if batch.weights_BT is not None:
+            fields["rollout_is_weights"] = m.weights
+        sizes = {
+            "dp_size": batch.ranks,
+            "global_batch_size": len(m.step_rows),
+            "batch_num_tokens": int(generated_BT[m.step_rows].sum()),
+        }
+        data = tu.get_tensordict(fields, non_tensor_dict=sizes)
+        # Each is at the position before its token, and the last position predicts nothing.
+        output = {"log_probs": pad(m.log_probs, (0, 1)).flatten()}
+        return ppo_loss(config, output, data)[0]
+
+    return check(batch, loss, train(loop, verls))
 
 
 def case(mode: str, seed: int) -> tuple[Receipt, dict[str, Any]]:
@@ -158,16 +128,8 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, Any]]:
     options = {
         name: choice[name] for name in ("ranks", "updates", "epochs", "token_advantages")
     }
-    source = rollout(seed, **options, weights=choice["weights"] and mode != "dro")
-    batch = source.batch
-    # These losses have a gradient without an advantage.
-    skips = (
-        choice["skips"] and choice["kl_loss_type"] is None and mode not in ("dro", "kl_cov")
-    )
-    trains = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
-    if choice["kl_loss_type"] is None:
-        source = replace(source, batch=replace(batch, ref_log_probs_BT=None))
-    return receipt_of(source, mode, choice, ~trains & skips, batch.mask_BT), choice
+    loop = rollout(seed, **options, weights=choice["weights"] and mode != "dro")
+    return receipt_of(loop, mode, choice), choice
 
 
 @pytest.mark.parametrize("mode", KNOWN)
@@ -189,7 +151,7 @@ def test_no_false_alarm(mode: str) -> None:
         clipped += float(receipt.clipped_BT.nansum())
         choices.update(choice.items())
     # Every value of the first choices, and a few kinds of KL.
-    assert len(choices) >= 2 * 10 + 5 + 2, choices
+    assert len(choices) >= 2 * 9 + 5 + 2, choices
     # The other losses have no bound.
     assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), (
         clipped
@@ -202,21 +164,19 @@ def test_no_false_alarm(mode: str) -> None:
 )
 def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
     """The means of micro-batches are summed; after rejection (of each third response) all generated tokens divide."""
-    source = rollout(5, token_advantages=False, ties=True, even=True)
-    generated_BT = source.batch.mask_BT
+    loop = rollout(5, token_advantages=False, ties=True, even=True)
+    generated_BT = loop.batch.mask_BT
     # The mask loses responses 0, 3 and 6; their tokens still count in the divisor.
     kept_B = (torch.arange(len(generated_BT)) % 3 > 0) | (mode == "geo_mean")
     mask_BT = generated_BT & kept_B[:, None]
-    changes = {"mask_BT": mask_BT, "advantages_BT": source.batch.advantages_BT * mask_BT}
-    source = replace(source, batch=replace(source.batch, ref_log_probs_BT=None, **changes))
-    choice = {"loss_agg_mode": aggregation}
-    nobody_B = torch.zeros(len(mask_BT), dtype=torch.bool)
-    receipt = receipt_of(source, mode, choice, nobody_B, generated_BT)
+    changes = {"mask_BT": mask_BT, "advantages_BT": loop.batch.advantages_BT * mask_BT}
+    loop = replace(loop, batch=replace(loop.batch, **changes))
+    receipt = receipt_of(loop, mode, {"loss_agg_mode": aggregation}, generated_BT)
     assert names(receipt) == ["scaled"]
     factor = float(mask_BT.sum() / generated_BT.sum())
     # Each micro-batch of two adds a mean of its own.
     if mode == "geo_mean":
-        factor = len(source.plan[0])
+        factor = len(loop.plan[0])
     (finding, *_) = receipt.findings
     assert (finding.low, finding.high) == pytest.approx((factor, factor), rel=1e-4)
     assert factor != pytest.approx(1, rel=0.1)

@@ -137,17 +137,16 @@ class TestFacts:
             for name in ("advantages", "old_log_probs", "entropy", "rm_scores"):
                 row[name].fill_(99.0)
         rows = step.written()
+        # What fills up the batch is left out.
         expected = [(key, reward) for key, *_, reward in ROWS if key != "a_1_0"]
-        written = [(row.key, row.reward) for row in rows]
-        assert written == expected, "what fills up the batch is left out"
+        assert [(row.key, row.reward) for row in rows] == expected
         for row in rows:
             assert (row.old_log_prob_T < 0).all() and abs(row.advantage_T).max() < 10
-        facts = [(row.ground_truth, row.outcome, row.id, row.truncated) for row in rows]
-        assert facts[0] == ("7", "wrong", "gsm8k/4", False), "acc goes first"
-        assert facts[1:3] == [
-            (None, outcome, None, False) for outcome in ("wrong", "right")
-        ]
-        assert rows[-1].truncated
+        facts = [(row.ground_truth, row.outcome, row.id) for row in rows]
+        # The reward function's verdict, of the first response, goes before its reward.
+        assert facts[0] == ("7", "wrong", "gsm8k/4")
+        assert facts[1:3] == [(None, "wrong", None), (None, "right", None)]
+        assert [row.truncated for row in rows] == [False] * 4 + [True]
         header = read_dump(tmp_path).files[0].header
         assert (header.step, header.method) == (1, "grail")
         assert (header.temperature, header.rows_in_step) == (0.5, 5)
@@ -278,8 +277,13 @@ class TestReceived:
 
     def test_ratios_and_epochs(self, tmp_path: Path) -> None:
         """The policy has moved by a ratio of 1.5 in both epochs: where the advantage is positive the loss clips."""
+        # Without a factor this sum is divided by the longest response of each micro-batch.
+        aggregation = (
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+            f"{ACTOR}.loss_scale_factor=null",
+        )
         options = (f"{ACTOR}.ppo_epochs=2", "algorithm.rollout_correction.bypass_mode=True")
-        step = Step(*options, folder=tmp_path)
+        step = Step(*aggregation, *options, folder=tmp_path)
         step.workers.moved = math.log(1.5)
         rows = step.train()
         assert (
@@ -294,19 +298,31 @@ class TestReceived:
                 np.testing.assert_allclose(received_T, expected_T, rtol=1e-4, atol=1e-6)
 
     @pytest.mark.parametrize(
-        ("name", "field", "value"), [("scaled", "fault", 0.25), ("stale", "moved", 0.1)]
+        ("field", "value", "number", "expected"),
+        [
+            ("fault", 0.25, 0, ["scaled"]),
+            ("moved", 0.1, 0, ["stale"]),
+            ("moved", 0.1, 1, []),
+        ],
     )
     def test_a_fault_is_found(
-        self, name: str, field: str, value: float, tmp_path: Path
+        self, field: str, value: float, number: int, expected: list[str], tmp_path: Path
     ) -> None:
-        """A loss that is a quarter of what it should be, and first ratios that are not 1."""
-        step = Step(folder=tmp_path)
+        """A loss that is a quarter of what it should be, and ratios that are not 1: before a later update of a step of
+        ``separate_async`` the policy has moved."""
+        step = Step(method=build("uniform"), folder=tmp_path, mode="separate_async")
+        for row in step.store.rows.values():
+            row["old_log_probs"] = row["rollout_log_probs"]
         setattr(step.workers, field, value)
-        step.train()
-        # One finding, in the one receipt.
-        ((finding,),) = (header["findings"] for header in read_dump(tmp_path).receipts())
-        assert finding["name"] == name and step.metrics["receipt/findings"] == 1
-        assert finding["examples"][0][0] in KEYS
+        # As if other updates of the step had come before.
+        step.trainer.local_trigger_step = number
+        rows = step.train()
+        (header,) = read_dump(tmp_path).receipts()
+        findings = header["findings"]
+        assert [finding["name"] for finding in findings] == expected
+        assert step.metrics["receipt/findings"] == len(expected)
+        assert all(finding["examples"][0][0] in KEYS for finding in findings)
+        assert all(row.update == number and row.received_T is not None for row in rows)
 
     def test_the_scale_of_losses_in_float16_is_divided_out(self, tmp_path: Path) -> None:
         """That of the backward, not the one that the optimiser's step leaves."""
@@ -317,21 +333,6 @@ class TestReceived:
             step.metrics["receipt/findings"] == 0
             and step.workers.scaler.get_scale() == 2048
         )
-
-    @pytest.mark.parametrize(("number", "findings"), [(0, 1), (1, 0)])
-    def test_before_a_later_update_of_a_step_the_policy_has_moved(
-        self, number: int, findings: int, tmp_path: Path
-    ) -> None:
-        """With ``separate_async``, so that ratios differ from 1 there; before the first update they must not."""
-        step = Step(method=build("uniform"), folder=tmp_path, mode="separate_async")
-        for row in step.store.rows.values():
-            row["old_log_probs"] = row["rollout_log_probs"]
-        step.workers.moved = 0.1
-        # As if other updates of the step had come before.
-        step.trainer.local_trigger_step = number
-        rows = step.train()
-        assert step.metrics["receipt/findings"] == findings
-        assert all(row.update == number and row.received_T is not None for row in rows)
 
     def test_a_loss_without_a_formula_is_no_mismatch(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -346,21 +347,19 @@ class TestReceived:
         (header,) = read_dump(tmp_path).receipts()
         assert [finding["name"] for finding in header["findings"]] == ["unknown loss"]
 
-    def test_switched_off_nothing_is_asked_of_the_workers(self, tmp_path: Path) -> None:
-        step = Step(f"{DUMP}.received=false", folder=tmp_path)
+    @pytest.mark.parametrize("received", [False, True])
+    def test_switched_off_or_after_an_error_the_file_alone_is_missing(
+        self, received: bool, tmp_path: Path
+    ) -> None:
+        """Off, nothing is asked of the workers."""
+        step = Step(f"{DUMP}.received={received}", folder=tmp_path)
+        step.workers.reads = False
         rows = step.train()
-        assert not any(PLACES in row for row in step.store.rows.values())
+        assert step.trainer._dump.steps.failed == received
+        assert received == any(PLACES in row for row in step.store.rows.values())
         assert [row.received_T for row in rows] == [None] * len(ROWS)
         assert not [*tmp_path.glob("received_*")]
         assert not any(name.startswith("receipt/") for name in step.metrics)
-
-    def test_an_error_in_the_watch_costs_the_file_alone(self, tmp_path: Path) -> None:
-        step = Step(folder=tmp_path)
-        step.workers.reads = False
-        rows = step.train()
-        assert step.trainer._dump.steps.failed == 1
-        assert not any(name.startswith("receipt/") for name in step.metrics)
-        assert [row.received_T for row in rows] == [None] * len(ROWS)
 
     def test_a_receipt_is_of_its_own_update_and_given_out_once(
         self, tmp_path: Path
@@ -371,9 +370,8 @@ class TestReceived:
             step.train()
         step.trainer.global_steps = 2
         step.train()
-        assert (
-            step.trainer._dump.steps.failed == 1 and step.metrics["receipt/findings"] == 0
-        )
+        assert step.trainer._dump.steps.failed == 1
+        assert step.metrics["receipt/findings"] == 0
         assert [header["step"] for header in read_dump(tmp_path).receipts()] == [2]
         # The trainer has taken it already.
         assert isinstance(step.workers.take_received("2.0")[0], RuntimeError)

@@ -4,8 +4,8 @@ advantages for responses of one turn. Rewards of verl's agent loop are in ``test
 from __future__ import annotations
 
 import math
-from itertools import chain, zip_longest
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,19 +14,27 @@ import torch
 from grail_advantage.method import build
 from grail_advantage.methods.sessions import TurnMethod
 from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
-from tests.core.test_turns import Talk
 from tests.core.tiny_models import encode
 from tests.verl_ext.one_step import Step, row_of, same
 
 Advantages = dict[str, torch.Tensor]
 
+
+class Talk(NamedTuple):
+    """A response in parts, of which a tool wrote every second one, the rewards of its calls and its outcome."""
+
+    parts: Sequence[str]
+    rewards: list[float]
+    outcome: float
+
+
 TALKS = {
-    "a_0_0": Talk(["ask", "so 2<end>"], ["two"], [0.5], 1.0),
-    "a_1_0": Talk(["ask", "again", "3<end>"], ["two", "no"], [0.5, -0.25], 0.0),
-    "a_2_0": Talk(["guess<end>"], [], [], 0.0),
-    "b_0_0": Talk(["5<end>"], [], [], 1.0, group=1),
-    "b_1_0": Talk(["six?", "5<end>"], ["no"], [0.25], 1.0, group=1),
-    "b_2_0": Talk(["six?", "six!<end>"], ["no"], [0.0], 1.0, group=1),
+    "a_0_0": Talk(["ask", "two", "so 2<end>"], [0.5], 1.0),
+    "a_1_0": Talk(["ask", "two", "again", "no", "3<end>"], [0.5, -0.25], 0.0),
+    "a_2_0": Talk(["guess<end>"], [], 0.0),
+    "b_0_0": Talk(["5<end>"], [], 1.0),
+    "b_1_0": Talk(["six?", "no", "5<end>"], [0.25], 1.0),
+    "b_2_0": Talk(["six?", "no", "six!<end>"], [0.0], 1.0),
 }
 """The second prompt's responses have one outcome: GRPO gives them nothing."""
 
@@ -34,15 +42,8 @@ TALKS = {
 def _step(name: str, *overrides: str, **options: Any) -> Step:
     rows = {}
     for key, talk in TALKS.items():
-        parts = [
-            part
-            for part in chain(*zip_longest(talk.turns, talk.replies))
-            if part is not None
-        ]
         extra = {"turn_scores": [], "tool_rewards": list(talk.rewards)}
-        rows[key] = row_of(
-            "Two?" * (1 + talk.group), parts, talk.outcome, extra_fields=extra
-        )
+        rows[key] = row_of(f"{key[0]}?", talk.parts, talk.outcome, extra_fields=extra)
     return Step(*overrides, method=build(name, options), rows=rows)
 
 
@@ -119,8 +120,8 @@ def _session_of_two(step: Step) -> tuple[slice, slice]:
     rows = step.store.rows
     talk = TALKS["a_1_0"]
     # The first reply is in neither row.
-    cut = len(encode(talk.turns[0]))
-    parts = (slice(cut), slice(cut + len(encode(talk.replies[0])), None))
+    cut, reply = (len(encode(part)) for part in talk.parts[:2])
+    parts = (slice(cut), slice(cut + reply, None))
     session = rows["a_1_0"]
     for key, part in zip(("a_1_0", "a_1_1"), parts, strict=True):
         row = rows[key] = {**session, "extra_fields": {}}
@@ -204,9 +205,8 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
     step.trainer._skips = True
     step.update()
     assert step.metrics["token_weights/skipped_responses"] == len(of_b)
-    assert {key for key, row in step.store.rows.items() if not row["advantages"].any()} == {
-        *of_b
-    }
+    rows = step.store.rows
+    assert [key for key in rows if not rows[key]["advantages"].any()] == of_b
 
 
 @pytest.mark.parametrize(

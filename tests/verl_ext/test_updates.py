@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,13 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext.dump import LOSS_COLUMNS, loss_of
-from grail_advantage.verl_ext.exchange import PLACES, trains
+from grail_advantage.verl_ext.dump import LOSS_COLUMNS, loss_of, receipt_of
+from grail_advantage.verl_ext.exchange import PLACES, trains, update_places
 from grail_advantage.verl_ext.rules import SKIPPABLE
 from grail_advantage.verl_ext.settings import ACTOR, Settings
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import ranks
-from tests.verl_ext.one_step import receipt_by
 from tests.verl_ext.ranks import (
     PLAIN_UPDATE,
     TEMPERATURE,
@@ -32,42 +32,17 @@ from tests.verl_ext.ranks import (
 
 pytestmark = pytest.mark.slow
 
+LENGTHS = ((5, 9), (3, 12), (6, 14), (4, 8), (3, 15), (7, 6), (2, 11), (5, 5))
+"""Tokens of prompt and response, of the responses of each mini-batch."""
 MINI_BATCHES = (
-    # On two ranks: only the first has responses that train. Of them one keeps a token of ten, one nothing but a masked token.
-    [
-        (5, 9, 9),
-        (3, 12, 0),
-        (6, 14, 3),
-        (4, 8, 0),
-        (3, 15, 0),
-        (7, 6, 0),
-        (2, 11, 0),
-        (5, 5, 0),
-    ],
-    [
-        (4, 10, 0),
-        (6, 7, 0),
-        (3, 12, 0),
-        (8, 4, 0),
-        (5, 8, 0),
-        (2, 13, 0),
-        (6, 6, 0),
-        (4, 9, 0),
-    ],
-    [
-        (3, 7, 0),
-        (6, 11, 6),
-        (4, 13, 0),
-        (5, 5, 0),
-        (4, 12, 12),
-        (7, 9, 2),
-        (3, 16, 16),
-        (2, 8, 1),
-    ],
+    # On two ranks: only the first has responses that train. One of them has nothing but a masked token.
+    (9, 0, 3, 0, 0, 0, 0, 0),
+    (0,) * 8,
+    (0, 6, 0, 0, 15, 2, 11, 1),
 )
-"""Each response's tokens of prompt and response, and those up to the last one with an advantage."""
-NOT_WRITTEN = 3
-"""Place of a response that the token dump does not write."""
+"""Each response's tokens up to the last one with an advantage."""
+WRITTEN = [0, 1, 2, *range(4, 3 * len(LENGTHS))]
+"""Places of the responses that the token dump writes, of which one is left out."""
 Row = dict[str, Any]
 
 
@@ -87,8 +62,9 @@ def rows() -> list[Row]:
     def draw(length: int) -> torch.Tensor:
         return torch.randn(length, generator=generator)
 
+    places_R2 = update_places(3 * len(LENGTHS), WRITTEN)
     batch: list[Row] = []
-    for prompt, response, trained in chain(*MINI_BATCHES):
+    for (prompt, response), trained in zip(LENGTHS * 3, chain(*MINI_BATCHES), strict=True):
         ids = torch.randint(0, 90, (prompt + response,), generator=generator)
         row = ranks.response(ids[:prompt], ids[prompt:])
         row["advantages"] = torch.where(
@@ -100,10 +76,7 @@ def rows() -> list[Row]:
             row["advantages"][4] = 0 if trained > 4 else 1.0
         row["rollout_is_weights"] = 0.5 + draw(response).abs()
         row["old_log_probs"] = _log_probs(model, row).detach() + 0.3 * draw(response)
-        place = len(batch)
-        # The slots of the dump count on behind the response that it leaves out: 0, 1, 2, -1, 3, ...
-        slot = -1 if place == NOT_WRITTEN else place - (place > NOT_WRITTEN)
-        row[PLACES] = torch.tensor([place, slot])
+        row[PLACES] = places_R2[len(batch)]
         batch.append(row)
     return batch
 
@@ -188,16 +161,23 @@ def _receipt(
     options = {"ppo_epochs": epochs_of(loss), "loss_scale_factor": ranks.SCALE}
     options["policy_loss.loss_mode"], options["loss_agg_mode"] = loss
     config = verls_on_cpu(*(f"{ACTOR}.{name}={value}" for name, value in options.items()))
-    names = ("response_mask", "advantages", *LOSS_COLUMNS[:2])
-    mask_BT, advantages_BT, *columns = (
-        pad_sequence([row[name] for row in rows()], batch_first=True) for name in names
+    columns = {
+        name: pad_sequence([row[name] for row in rows()], batch_first=True)
+        for name in ("response_mask", "advantages", *LOSS_COLUMNS[:2])
+    }
+    mask_BT = columns["response_mask"].bool()
+    responses = SimpleNamespace(
+        mask=mask_BT[WRITTEN],
+        keys=list(map(str, WRITTEN)),
+        places=WRITTEN,
+        columns={name: values_BT[WRITTEN] for name, values_BT in columns.items()},
     )
-    return receipt_by(
+    advantages_BT = columns["advantages"] * mask_BT
+    part: Any = SimpleNamespace(rollouts=responses, advantages=advantages_BT[WRITTEN])
+    return receipt_of(
+        part,
         [steps for steps in by_rank if steps is not None],
-        mask_BT.bool(),
-        advantages_BT,
-        dict(zip(LOSS_COLUMNS[:2], columns, strict=True)),
-        [place for place in range(len(rows())) if place != NOT_WRITTEN],
+        tokens=mask_BT.sum(dim=1).tolist(),
         sent=[trained or "skipped" not in mode for trained in _trained()],
         loss=loss_of(Settings.parse(config)),
         epochs=epochs_of(loss),
@@ -209,12 +189,6 @@ def _receipt(
 def test_no_false_alarm_and_every_token_receives_what_was_intended(
     setup: str, results: list[Results]
 ) -> None:
-    trained = [train for place, train in enumerate(_trained()) if place != NOT_WRITTEN]
-    numbers = [
-        place // len(MINI_BATCHES[0])
-        for place in range(len(rows()))
-        if place != NOT_WRITTEN
-    ]
     clipped = 0
     cases = [(loss, "skipped, watched") for loss in UPDATES[setup][2]]
     for loss, mode in [(PLAIN_UPDATE, "watched"), *cases]:
@@ -223,9 +197,10 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(
         clipped += int((receipt.clipped_BT > 0).sum())
         held_UBT = receipt.received_UBT.isfinite()
         # Each response is in one mini-batch of an epoch: those of the second one are in the optimiser steps 1 and 4.
-        expected_UB = torch.zeros(3 * epochs_of(loss), len(numbers), dtype=torch.bool)
-        for b, number in enumerate(numbers):
-            expected_UB[number::3, b] = mode == "watched" or trained[b]
+        expected_UB = torch.zeros(3 * epochs_of(loss), len(WRITTEN), dtype=torch.bool)
+        for b, place in enumerate(WRITTEN):
+            trained = mode == "watched" or _trained()[place]
+            expected_UB[place // len(LENGTHS) :: 3, b] = trained
         assert torch.equal(held_UBT.any(dim=2), expected_UB), (loss, mode)
         # And each token received its weight times the slope of the loss.
         received = receipt.received_UBT[held_UBT]

@@ -15,44 +15,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.exchange import (
-    deal_mini_batches,
-    nested,
-    without_zero_advantage,
-)
+from grail_advantage.verl_ext.exchange import deal_mini_batches, without_zero_advantage
 from grail_advantage.verl_ext.patches import data_parallel_size
 from grail_advantage.weigh import deal
+from tests.verl_ext.engines import batch_of
+from tests.verl_ext.ranks import response
 
-PROMPTS = (3, 2, 4, 1)
-RESPONSES = (4, 3, 5, 2)
+LENGTHS = ((3, 4), (2, 3), (4, 5), (1, 2))
+"""Tokens of prompt and response."""
 GROUP = object()
 
 
 def mini_batch(advantages: Sequence[Sequence[float]], **settings: Any) -> Any:
-    """Responses with tokens 100, 101, ... and 200, 201, ...; the last token of the last response is a tool's."""
-    masks = [torch.ones(length, dtype=torch.int64) for length in RESPONSES]
-    masks[3][1] = 0
-    totals = [
-        prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
-    ]
-
-    def ids(start: int, lengths: Sequence[int]) -> list[torch.Tensor]:
-        return [
-            torch.arange(length) + start * row
-            for row, length in enumerate(lengths, start=1)
+    """Responses with tokens 200, 201, ... after prompts of 100, 101, ...; the last token of the last response is a tool's."""
+    rows = []
+    for number, (prompt, count) in enumerate(LENGTHS):
+        ids = [
+            100 * (1 + number) + torch.arange(prompt),
+            200 * (1 + number) + torch.arange(count),
         ]
-
-    columns = {
-        "prompts": ids(100, PROMPTS),
-        "responses": ids(200, RESPONSES),
-        "input_ids": ids(1000, totals),
-        "position_ids": ids(0, totals),
-        "response_mask": masks,
-        "loss_mask": masks,
-        "advantages": list(map(torch.tensor, advantages)),
-    }
-    fields = {name: nested(values) for name, values in columns.items()}
-    return tu.get_tensordict(fields, non_tensor_dict=settings)
+        rows.append(response(*ids, advantages=torch.tensor(advantages[number])))
+    rows[3]["response_mask"][1] = 0
+    return batch_of(rows, **settings)
 
 
 @pytest.fixture
@@ -84,10 +68,6 @@ def lists(batch: Any, name: str) -> list[list]:
     return [values.tolist() for values in batch[name].unbind()]
 
 
-def setting(batch: Any, name: str) -> Any:
-    return tu.get_non_tensor_data(batch, name, default=None)
-
-
 ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0, 5.0]]
 
 
@@ -97,13 +77,17 @@ def test_rows_and_fillers(leave_out: Any) -> None:
     batch, sent = leave_out(mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
     # Prompt and response of 0 and of 2.
     assert sent == [3 + 4, 4 + 5]
-    assert setting(batch, "global_token_num") == [7, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
-    assert setting(batch, "micro_batch_size_per_gpu") == 3
+    assert tu.get(batch, "global_token_num") == [7, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
+    assert tu.get(batch, "micro_batch_size_per_gpu") == 3
     # Of each field: that of response 0, of response 2, and of a filler.
     columns = {
         "prompts": ([100, 101, 102], [300, 301, 302, 303], [100]),
         "responses": ([200, 201, 202, 203], [600, 601, 602, 603, 604], [0]),
-        "input_ids": (list(range(1000, 1007)), list(range(3000, 3009)), [1000, 1001]),
+        "input_ids": (
+            [100, 101, 102, 200, 201, 202, 203],
+            [300, 301, 302, 303, 600, 601, 602, 603, 604],
+            [100, 101],
+        ),
         "position_ids": (list(range(7)), list(range(9)), [0, 1]),
         "response_mask": ([1] * 4, [1] * 5, [0]),
         "advantages": (ADVANTAGES[0], ADVANTAGES[2], [0.0]),
@@ -129,16 +113,16 @@ def test_a_token_budget_needs_no_even_micro_batches(
 ) -> None:
     """The batch's own settings count before the engine's."""
     batch, _ = leave_out(mini_batch(ADVANTAGES, **settings), [7, 7, 7], dynamic=dynamic)
-    assert len(batch) == count and setting(batch, "micro_batch_size_per_gpu") == size
+    assert len(batch) == count and tu.get(batch, "micro_batch_size_per_gpu") == size
 
 
 def test_a_mini_batch_whose_every_token_trains_stays(leave_out: Any) -> None:
-    data = mini_batch([[1.0] * length for length in RESPONSES])
+    data = mini_batch([[1.0] * count for _, count in LENGTHS])
     batch, sent = leave_out(data, [9], rows=3)
-    # Nothing is copied; two micro-batches of at most three become two of two.
-    assert batch is data and sent == [7, 5, 9, 3]
-    assert setting(batch, "global_token_num") == [7, 5, 9, 3, 9, 2, 2, 2]
-    assert setting(batch, "micro_batch_size_per_gpu") == 2
+    assert sent == [7, 5, 9, 3] and lists(batch, "input_ids") == lists(data, "input_ids")
+    assert tu.get(batch, "global_token_num") == [7, 5, 9, 3, 9, 2, 2, 2]
+    # Two micro-batches of at most three become two of two.
+    assert tu.get(batch, "micro_batch_size_per_gpu") == 2
 
 
 RANKS = st.integers(1, 5)

@@ -22,8 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grail_advantage import Method, compute_token_weights
+from grail_advantage import Method, Rollouts
+from grail_advantage.api import PlainHost
 from grail_advantage.dump import DumpRow, read_dump
+from grail_advantage.weigh import weigh
 
 ROOT = Path(__file__).parents[2]
 STOCK = ["tests.verl_ext.stock_run", "hydra.searchpath=[pkg://verl_cpu]", "+config=cpu"]
@@ -152,35 +154,31 @@ def advantages_of_grpo(rows: list[DumpRow]) -> list[float]:
 
 
 def plain_weights(
-    run: WholeRun, rows: list[DumpRow], signal: Method, **options: Any
+    run: WholeRun,
+    rows: list[DumpRow],
+    signal: Method,
+    temperature: float = 1.0,
+    **parts: Any,
 ) -> list[torch.Tensor]:
     """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
-    one process, each response on its own padding; ``options`` go to :func:`grail_advantage.compute_token_weights`."""
-    tokens = tokenizer()
-    prompts = [torch.tensor(row.prompt_ids).long() for row in rows]
-    responses = [torch.tensor(row.token_ids_T).long() for row in rows]
-    pairs = list(zip(prompts, responses, strict=True))
-    places = [slice(len(ids_P), len(ids_P) + len(ids_T)) for ids_P, ids_T in pairs]
-    ids_BL = pad_sequence(list(map(torch.cat, pairs)), True, tokens.pad_token_id)
-    valid_BL = pad_sequence([torch.ones(place.stop).long() for place in places], True)
-    response_BL = torch.zeros_like(ids_BL)
-    for number, (row, place) in enumerate(zip(rows, places, strict=True)):
-        response_BL[number, place] = torch.tensor(row.mask_T).long()
-    # A masked response has no advantage, whatever verl gave it.
-    masked_B = torch.tensor([row.truncated and signal.mask_truncated for row in rows])
-    advantages_B = torch.tensor([float(max(row.base_advantage_T, key=abs)) for row in rows])
-    arguments = (
-        ids_BL,
-        valid_BL,
-        response_BL,
-        advantages_B.masked_fill(masked_B, 0.0),
-        signal,
+    one process; ``parts``: further ones of the record of responses."""
+    rollouts = Rollouts(
+        prompts=[torch.tensor(row.prompt_ids).long() for row in rows],
+        responses=[torch.tensor(row.token_ids_T).long() for row in rows],
+        mask=pad_sequence([torch.tensor(row.mask_T) for row in rows], batch_first=True),
+        advantages=torch.tensor(
+            [float(max(row.base_advantage_T, key=abs)) for row in rows]
+        ),
+        truncated=torch.tensor([row.truncated for row in rows]),
+        tokenizer=tokenizer(),
+        step=rows[0].step,
+        **parts,
     )
-    policy = run.policy(rows[0].step)
-    result = compute_token_weights(policy, tokens, *arguments, masked=masked_B, **options)
+    host = PlainHost(run.policy(rollouts.step), rollouts, temperature=temperature)
+    weighed = weigh(rollouts, signal, host)
     # A method of advantages has no weights.
-    values_BL = result.weights if isinstance(signal, Method) else result.advantages
-    return [values_T[place] for values_T, place in zip(values_BL, places, strict=True)]
+    values_BT = weighed.weights if isinstance(signal, Method) else weighed.advantages
+    return [values_T[: len(row)] for values_T, row in zip(values_BT, rows, strict=True)]
 
 
 def run(folder: Path, overrides: list[str], **settings: Any) -> WholeRun:
