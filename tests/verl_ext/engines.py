@@ -77,7 +77,9 @@ class Sizes:
 def build_engine(setup: Setup, folder: Path) -> Any:
     """verl's engine, built as its ``TrainingWorker`` does."""
     if setup.attention == REFERENCE:
-        install_reference()
+        # Where verl's Ulysses wrapper calls flash attention, which has no CPU build.
+        AttentionInterface.register(REFERENCE, flash_attention.flash_attention_forward)
+        monkey_patch._flash_attention_forward = attend
     # New weights of adapters are drawn.
     torch.manual_seed(0)
     lora = {}
@@ -147,12 +149,6 @@ def attend(
         enable_gqa=True,
     )
     return output.transpose(1, 2)
-
-
-def install_reference() -> None:
-    """Put the reference where verl's Ulysses wrapper calls flash attention, which has no CPU build."""
-    AttentionInterface.register(REFERENCE, flash_attention.flash_attention_forward)
-    monkey_patch._flash_attention_forward = attend
 
 
 def batch_of(

@@ -246,13 +246,16 @@ class Workers:
         )
         for rows in torch.arange(len(data)).split(self.micro_batch):
             part = tu.index_select_tensor_dict(data, rows)
-            moved = [old_T + self.moved for old_T in part["old_log_probs"].unbind()]
-            outputs = {"log_probs": packed(part, moved).requires_grad_()}
-            loss, _ = worker.loss_fn(model_output=outputs, data=part)
-            (loss * scale).backward()
+            self.loss, _ = worker.loss_fn(model_output=self.forward(part), data=part)
+            (self.loss * scale).backward()
         if self.scaler is not None:
             # verl's optimiser step ends with another scale than the backward had.
             self.scaler.update(2 * self.scaler.get_scale())
+
+    def forward(self, data: TensorDict) -> dict[str, torch.Tensor]:
+        """verl's outputs for a micro-batch in the update."""
+        moved = [old_T + self.moved for old_T in data["old_log_probs"].unbind()]
+        return {"log_probs": packed(data, moved).requires_grad_()}
 
     def take_received(self, number: str) -> list[Any]:
         try:

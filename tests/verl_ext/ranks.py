@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -108,15 +108,10 @@ BATCH = [
 """Twelve responses, which one to four ranks share; the longest is many times the shortest."""
 SHORT = [rollout for rollout in BATCH[:7] if not rollout.response.startswith("\\boxed{7}")]
 """Six responses with reasoning, whose tokens are so few that each can have a counterfactual."""
+BY_NAME = {**ROLLOUTS, "long": Rollout("How long?", LONG, 1.0)}
 GROUPS = (
-    [
-        *(ROLLOUTS[name] for name in ("right", "text after the box", "no box")),
-        Rollout("How long?", LONG, 1.0),
-    ],
-    [
-        *(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")),
-        *(ROLLOUTS["empty box"],) * 2,
-    ],
+    ("right", "text after the box", "no box", "long"),
+    ("several boxes", "right, several boxes", "empty box", "empty box"),
 )
 """Whole groups of even and of odd ranks; the last response of the second fills it up, and has no group."""
 Pass = tuple[Method, float, Sizes]
@@ -214,7 +209,7 @@ def passes_of(name: str) -> list[str]:
     return [list(names)[turn % len(names)] for names in kinds]
 
 
-def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0) -> Row:
+def row_of(rollout: Rollout, place: int, span: str, group: int) -> Row:
     """A response for a pass."""
     prompt = encode(rollout.prompt)
     response = encode(rollout.response)
@@ -226,19 +221,19 @@ def row_of(rollout: Rollout, place: int = 0, span: str = "first", group: int = 0
 def pass_rows(name: str, rank: int, size: int) -> list[Row]:
     """The share of a data-parallel rank for a pass, prepared."""
     signal = OWN[name][0]
-    if name in INFERENCE:
-        # Responses of a group meet on a rank; a copy that fills up belongs to none.
-        odd = rank % 2
-        groups = [rank, rank, rank, -1 if odd else rank]
-        pairs = enumerate(zip(GROUPS[odd], groups, strict=True))
-        return [
-            row_of(rollout, place, signal.span, group) for place, (rollout, group) in pairs
-        ]
     share = (BATCH if name in SALIENCY else SHORT)[rank::size]
+    if name in INFERENCE:
+        # Responses of a group meet on a rank.
+        share = [BY_NAME[response_name] for response_name in GROUPS[rank % 2]]
     rows = [
         row_of(rollout, place, signal.span, rank) for place, rollout in enumerate(share)
     ]
-    return [signal.prepare(row, char_tokenizer()) for row in rows]
+    if name not in INFERENCE:
+        return [signal.prepare(row, char_tokenizer()) for row in rows]
+    if rank % 2:
+        # A copy that fills up belongs to none.
+        rows[-1] = replace(rows[-1], group=-1)
+    return rows
 
 
 _PEOPLE_TRAIN = "qwen2 qwen3 qwen3_moe qwen3_5_text llama mistral gemma2 gemma3_text phi3 gpt_oss olmo2 olmo3"
@@ -339,9 +334,8 @@ def epochs_of(loss: tuple[str, str]) -> int:
 
 def modes_of(loss: tuple[str, str]) -> list[str]:
     """How an update runs: as verl's, with its tokens' gradients watched, and without zero-advantage responses."""
-    if loss == PLAIN_UPDATE:
-        return ["verl", "watched", "skipped", "skipped, watched"]
-    return ["verl", "skipped, watched"]
+    modes = ["verl", "skipped, watched"]
+    return ["watched", *modes] if loss == PLAIN_UPDATE else modes
 
 
 def response(
@@ -435,13 +429,13 @@ def verls_forward(worker: Any, rows: list[dict[str, Any]]) -> dict[str, list[tor
     return columns
 
 
+@dataclass
 class Rank:
     """Experiments with verl's engine on one rank."""
 
-    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.folder = folder
+    rank: int
+    world_size: int
+    folder: Path
 
     def _own(self, engine: Any, name: str, setup: Setup) -> list[RowScores]:
         signal, temperature, sizes = OWN[name]
@@ -487,8 +481,9 @@ class Rank:
             "enabled": torch.is_grad_enabled(),
         }
 
-    def family(self, setup: Setup) -> tuple[bool, dict[str, Any]]:
+    def family(self, name: str) -> tuple[bool, dict[str, Any]]:
         """Whether a kind of model's responses are alone in an update, and its passes, none where they are refused."""
+        setup = FAMILIES[name]
         engine = build_engine(setup, self.folder)
         passes: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
@@ -497,8 +492,9 @@ class Rank:
         with engine.eval_mode():
             return EngineModel(engine, temperature=1.0).probe(UPDATE, 40).holds, passes
 
-    def held(self, setup: Setup) -> dict[str, list[int]]:
+    def held(self, name: str) -> dict[str, list[int]]:
         """Blocks in memory during each backward of passes by activation, and of training, and at their end."""
+        setup = PLAIN[name]
         engine = build_engine(setup, self.folder)
         blocks = {}
         rows = pass_rows("saliency", self.rank, self.world_size)
@@ -509,8 +505,9 @@ class Rank:
             self._step(engine, setup)
         return blocks
 
-    def later_update(self, setup: Setup) -> dict[str, Any]:
+    def later_update(self, name: str) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
+        setup = PLAIN[name]
         engine = build_engine(setup, self.folder)
         workers = AllRows(engine, setup.strategy)
         rows = plain_rows()
@@ -611,18 +608,15 @@ class AllRows(TokenWeightDetachActorWorker):
         self.actor = SimpleNamespace(engine=engine)
 
 
-def _setups(ranks: int) -> dict[str, str]:
-    return {name: name for name, setup in SETUPS.items() if setup.ranks == ranks}
-
-
-EVERY_UPDATE = {name: name for name in UPDATES}
-PARTS: dict[str, dict[str, dict[str, Any]]] = {
-    "updates": {"updates": EVERY_UPDATE, "own_forward": EVERY_UPDATE},
+ON_FOUR = [name for name, setup in SETUPS.items() if setup.ranks == 4]
+ON_TWO = [name for name in SETUPS if name not in ON_FOUR]
+PARTS: dict[str, dict[str, Collection[str]]] = {
+    "updates": {"updates": UPDATES, "own_forward": UPDATES},
     "families": {"family": FAMILIES},
-    "2": {"held": {"fsdp2": PLAIN["fsdp2"]}, "later_update": PLAIN, "passes": _setups(2)},
-    "4": {"passes": _setups(4)},
+    "2": {"held": ["fsdp2"], "later_update": PLAIN, "passes": ON_TWO},
+    "4": {"passes": ON_FOUR},
 }
-"""Experiments by kind, a method of :class:`Rank`, and name, each with the method's argument."""
+"""Experiments by kind, a method of :class:`Rank`, and name, its argument."""
 
 
 def main(part: str, rank: int, world_size: int, folder: Path) -> None:
@@ -638,13 +632,13 @@ def main(part: str, rank: int, world_size: int, folder: Path) -> None:
     )
     experiments = Rank(rank, world_size, folder)
     results: Results = {}
-    for kind, setups in PARTS[part].items():
+    for kind, names in PARTS[part].items():
         results[kind] = {}
-        for name, setup in setups.items():
+        for name in names:
             print(
                 f"{kind}: {name}, after {time.process_time():.1f} CPU seconds", flush=True
             )
-            results[kind][name] = getattr(experiments, kind)(setup)
+            results[kind][name] = getattr(experiments, kind)(name)
             gc.collect()
     torch.save(results, _result(folder, part, rank))
     # A rank that is done waits for the others, whose collectives it may serve.

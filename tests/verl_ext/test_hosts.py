@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.nn.functional import pad
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
@@ -54,8 +55,7 @@ class ModelWorkers:
             start = len(fields["prompts"])
             count = len(fields["responses"])
             for name, verls in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy")):
-                fields[verls] = torch.zeros(start + count)
-                fields[verls][start - 1 : -1] = columns[name][place, :count]
+                fields[verls] = pad(columns[name][place, :count], (start - 1, 1))
         return batch
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
@@ -72,7 +72,7 @@ class ModelWorkers:
         return build_reply(tu.get(request, "signal").run(rows_of(request), model))
 
 
-def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Table:
+def dumped(folder: Path, signal: Method, rejected: int | None) -> pa.Table:
     """The dump of the trainer's two stages, in which rejection sampling may have dropped a response. Its advantages are
     those of the update."""
     rows = {}
@@ -102,7 +102,7 @@ def dumped(folder: Path, signal: Method, rejected: int | None = None) -> pa.Tabl
     return table
 
 
-def expected(signal: Method, rejected: int | None = None) -> pa.Table:
+def expected(signal: Method, rejected: int | None) -> pa.Table:
     """The plain model's dump, with verl's keys, and with rewards by turn where there are some."""
     rollouts = hosts.plain_rollouts().part(JUDGED)
     rewards = [list(response.tool_rewards) for response in RESPONSES]

@@ -28,12 +28,20 @@ from grail_advantage.model.probe import HALF_LIMIT, LIMIT, Finding
 from grail_advantage.verl_ext import host
 from grail_advantage.verl_ext.exchange import LEAVE_OUT, UPDATE, build_reply, rows_of
 from grail_advantage.verl_ext.host import truncated
-from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, ROLLOUT, SKIP, Settings
+from grail_advantage.verl_ext.settings import (
+    ACTOR,
+    BASE,
+    BASES,
+    MODEL,
+    ROLLOUT,
+    SKIP,
+    Settings,
+)
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from tests.core.real_tokenizers import save_under_class
 from tests.core.tiny_models import END_ID, encode
 from tests.unjudged import UNJUDGED
-from tests.verl_ext.one_step import INCORRECT, ROWS, Step, Workers, row_of
+from tests.verl_ext.one_step import INCORRECT, ROWS, Step, row_of
 from verl_cpu.tiny.model import build_tokenizer
 
 Advantages = dict[str, torch.Tensor]
@@ -203,12 +211,11 @@ class TestLeavingOut:
         assert [request.extra_info[name] for name in sizes] == [6, 6]
         texts = [prompt + response for key, prompt, response, _ in ROWS if key[0] == "b"]
         assert step.metrics["token_weights/skipped_responses"] == 3
-        assert step.metrics["token_weights/skipped_tokens"] == len(encode("".join(texts)))
-        # One of the three fills up the batch.
+        tokens = sum(len(encode(text)) for text in texts)
+        assert step.metrics["token_weights/skipped_tokens"] == tokens
+        # One of the three fills up the batch, and is not counted.
         padded = self.step(padding="b_1_0")
-        assert padded.metrics["token_weights/skipped_responses"] == 2, (
-            "padding is not counted"
-        )
+        assert padded.metrics["token_weights/skipped_responses"] == 2
 
     @pytest.mark.parametrize("skips", [True, False])
     def test_the_order_stays_where_verl_shuffles_and_without_the_option(
@@ -258,27 +265,26 @@ def test_an_answer_that_a_tool_interrupts_is_none() -> None:
     step.store.rows["a_1_0"] |= row_of(
         "Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0
     )
-    advantages_T = step.run()["a_1_0"][step.store.rows["a_1_0"]["response_mask"].bool()]
-    assert (
-        len(step.workers.own) == 2
-        and len(advantages_T.unique()) == 1
-        and advantages_T[0] < 0
-    )
+    assert uneven(step.run()) == INCORRECT - {"a_1_0"} and len(step.workers.own) == 2
     assert step.metrics["grail/answer_found_rate"] == 4 / 6
 
 
 class TestStart:
     """What the trainer takes from the model's folder, and the workers that it starts."""
 
-    @pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
+    @pytest.mark.parametrize(("max_model_len", "context"), [("null", 48), ("32", 32)])
     def test_the_context_and_the_end_tokens(
-        self, tmp_path: Path, max_model_len: int | None, context: int
+        self, tmp_path: Path, max_model_len: str, context: int
     ) -> None:
         """verl's server takes the model's positions where rollout.max_model_len is unset; options of the model count."""
         build_tokenizer().save_pretrained(tmp_path)
         # vLLM ends a response at these, too.
         GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
-        trainer = self._trainer(tmp_path, max_model_len, max_position_embeddings=48)
+        trainer = self._trainer(
+            tmp_path,
+            f"{ROLLOUT}.max_model_len={max_model_len}",
+            f"+{MODEL}.override_config.max_position_embeddings=48",
+        )
         trainer._init_tokenizer()
         assert trainer._context_length == context
         assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
@@ -289,20 +295,13 @@ class TestStart:
             build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama"
         )
         with pytest.raises(ValueError, match="tokenizer"):
-            self._trainer(folder, None)._init_tokenizer()
+            self._trainer(folder)._init_tokenizer()
 
-    def _trainer(self, folder: Path, max_model_len: int | None, **config: Any) -> Any:
+    def _trainer(self, folder: Path, *overrides: str) -> Any:
         model = LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64)
         model.save_pretrained(folder)
-        trainer = Step().trainer
-        trainer.config.actor_rollout_ref.rollout.max_model_len = max_model_len
-        trainer.config.actor_rollout_ref.model = {
-            "_target_": "verl.workers.config.HFModelConfig",
-            "path": str(folder),
-            "override_config": {"attn_implementation": "sdpa", **config},
-        }
-        trainer.settings = Settings.parse(trainer.config)
-        return trainer
+        attention = f"++{MODEL}.override_config.attn_implementation=sdpa"
+        return Step(f"{MODEL}.path={folder}", attention, *overrides).trainer
 
     @pytest.mark.parametrize(
         ("strategy", "replaced"), [("megatron", False), ("fsdp2", True)]
@@ -321,13 +320,6 @@ class TestStart:
         trainer._init_resource_pool_mgr()
         expected = host.TokenWeightActorWorker if replaced else ActorRolloutRefWorker
         assert trainer.role_worker_mapping == {Role.ActorRollout: expected}
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
-def test_a_step_without_a_pass_asks_nothing_of_the_engine(strategy: str) -> None:
-    step = Step(f"{ACTOR}.strategy={strategy}", method=build("probability"))
-    assert any(advantages_T.any() for advantages_T in step.run().values())
-    assert not step.workers.own
 
 
 TRUNCATED = {
@@ -374,13 +366,13 @@ def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() ->
     """Of two ranks: the first gets the responses 0 and 2, the other one response 1 and a copy."""
     requests: list[Row] = []
 
-    class Counting(Workers):
-        def compute_token_scores(self, request: TensorDict) -> TensorDict:
-            requests.extend(rows_of(request))
-            scores = [torch.full((row.length,), float(row.index)) for row in requests]
-            return build_reply(list(map(RowScores, scores)))
+    def score(request: TensorDict) -> TensorDict:
+        requests.extend(rows_of(request))
+        scores = [torch.full((row.length,), float(row.index)) for row in requests]
+        return build_reply(list(map(RowScores, scores)))
 
-    step = Step(method=Shear(), workers=Counting)
+    step = Step(method=Shear())
+    step.workers.compute_token_scores = score
     step.workers._dispatch_info = {"actor": [0, 1]}
     rows = [
         Row(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i)
