@@ -6,8 +6,6 @@ verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout
 same keys, in its column ``uid``. Shape suffixes: B responses that are written, T response tokens, U optimiser steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType

@@ -7,8 +7,6 @@ name the option and the remedy.
 (:func:`grail_advantage.verl_ext.patches.wrap_entry`). Runs with verl's own estimators stay as they are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import logging

@@ -10,8 +10,6 @@ others, or with none, gets fillers of two tokens that no loss reads. Where no re
 gradients are then 0 and not missing, and the optimiser's momentum and weight decay move the weights as they do in verl.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ first hands to the second is gone after the step. A response's key is ``{prompt}
 Shapes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import defaultdict

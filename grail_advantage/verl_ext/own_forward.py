@@ -9,8 +9,6 @@ first. NeMo-RL calls this ``force_on_policy_ratio``, slime ``can_reuse_log_probs
 Shape suffixes: R responses of a micro-batch, T response tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

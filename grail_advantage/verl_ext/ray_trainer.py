@@ -8,8 +8,6 @@ while ``fit`` runs. All else is that of the v1 trainers (:mod:`grail_advantage.v
 Shape suffixes: L prompt and response tokens, T response tokens, padded as verl has them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

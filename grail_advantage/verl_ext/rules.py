@@ -5,8 +5,6 @@ reason and the remedy (:class:`grail_advantage.rules.Rule`).
 What fails by itself, with words that name the cause, may fail; what has not been tried is in docs/works_with.md.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -8,8 +8,6 @@ and the second one that has no reward. A file for ``actor_rollout_ref.rollout.ag
     - {name: turn_tool_agent, _target_: grail_advantage.verl_ext.tool_agent.TurnToolAgent}
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput

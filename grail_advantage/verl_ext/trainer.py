@@ -18,8 +18,6 @@ the step's first policy, so a pass goes back to it as verl does (``PPOTrainerSep
 bypass mode they are the rollout engine's, whose policy the trainer does not hold; the weights then come from the actor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

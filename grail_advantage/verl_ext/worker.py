@@ -6,8 +6,6 @@ log-probabilities that goes into the loss, and changes nothing. Gradients are ke
 writes. Shape suffixes: R responses of a rank, S tokens of prompt and response, T response tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

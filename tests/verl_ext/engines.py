@@ -1,7 +1,5 @@
 """verl's FSDP engines on the ranks of tests: how they are built, and what runs on them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """The trainer of docs/own_trainer.md, which takes another method of the variable ``EVERY_METHOD_NAMES`` in each step, as a run
 that may be killed and resumed; for ``test_methods_run.py``."""
 
-from __future__ import annotations
-
 import os
 
 from my_trainer import MyTrainerWithTokenWeights

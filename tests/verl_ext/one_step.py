@@ -1,8 +1,6 @@
 """A step of verl's trainers: their stages, with a store in memory for TransferQueue, and workers whose scores are made up and
 whose update is verl's loss without a model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ they measure.
 Nothing is checked here. Every experiment's result is saved.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

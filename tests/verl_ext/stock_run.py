@@ -1,8 +1,6 @@
 """verl's own command, ``python -m verl.trainer.main_ppo``, whose Ray workers are forks of a process that has imported verl and
 vLLM, and of this package what verl's plug-in loads. It saves each of them the same imports."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,8 +1,6 @@
 """Agent loops with rewards by turn: verl's tool agent, with parallel calls, calls that fail and tools without a reward; and
 that of examples/turns, with its reward function and its command."""
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 from itertools import chain
@@ -49,7 +47,7 @@ def output_of(texts: list[str], **how: Any) -> AgentLoopOutput:
 @pytest.mark.parametrize(("texts", "expected", "by_turn"), CASES.values(), ids=CASES)
 def test_the_calls_of_each_turn(
     texts: list[str], expected: list[list[float]], by_turn: list[float]
-) -> None:
+):
     output = output_of(texts, loop_class=TurnToolAgent, calls=2)
     stock = output_of(texts, calls=2)
     listed = stock.extra_fields["tool_rewards"]
@@ -70,7 +68,7 @@ def test_the_calls_of_each_turn(
 @pytest.mark.parametrize("loop_class", [ToolAgentLoop, TurnToolAgent])
 def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
     loop_class: type[ToolAgentLoop],
-) -> None:
+):
     """Also in verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two
     rewards."""
     complete = output_of([FIRST, SECOND, BOX])
@@ -85,7 +83,7 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
 
 def test_calls_that_end_in_another_order_and_tools_without_a_reward(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """verl leaves a reward of ``None`` out of its list, which shifts the others."""
     rewards: list[Any] = [0.25, None, -1.0]
     inner = ToolAgentLoop._call_tool
@@ -124,7 +122,7 @@ def _module(name: str) -> ModuleType:
 @pytest.mark.parametrize(("turns", "worth", "limit"), TALKS)
 def test_the_loop_and_its_rewards_have_the_same_turns(
     turns: list[str], worth: list[float], limit: int
-) -> None:
+):
     """The score is their sum, a response ends where it is full, and the command's method sees what follows each turn."""
     (entry,) = yaml.safe_load((FOLDER / "my_loop.yaml").read_text())
     assert entry == {"_target_": "my_loop.CheckAgain", "name": "check_again"}

@@ -2,8 +2,6 @@
 
 That every rule of the tables refuses its example is in ``tests/test_rules.py``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -146,11 +144,11 @@ def _refused(*overrides: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("override", "words"), MEANINGLESS.items())
-def test_names_and_values_that_mean_nothing_are_refused(override: str, words: str) -> None:
+def test_names_and_values_that_mean_nothing_are_refused(override: str, words: str):
     _refused(override, words=words)
 
 
-def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl() -> None:
+def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl():
     """Its module may be imported there only, and its name be near one of verl's. A method's name that is misspelt is told."""
     config = _compose(f"{METHOD}=mine", f"{ROLLOUT}.log_prob_use_dynamic_bsz=True")
     config.algorithm.token_dump.folder = None
@@ -166,7 +164,7 @@ def test_an_estimator_that_the_task_runner_alone_knows_starts_as_in_stock_verl()
             checks.check_spelling(name)
 
 
-def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
+def test_verls_own_estimators_meet_none_of_the_refusals_of_methods():
     config = _compose(
         "algorithm.adv_estimator=grpo",
         "+algorithm.grail.foo=1",
@@ -179,7 +177,7 @@ def test_verls_own_estimators_meet_none_of_the_refusals_of_methods() -> None:
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_accepted(case: str) -> None:
+def test_accepted(case: str):
     config = _compose(*ACCEPTED[case])
     mode = config.trainer.v1.trainer_mode
     prepare(config)
@@ -187,7 +185,7 @@ def test_accepted(case: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ENGINES)
-def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(choice: str) -> None:
+def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(choice: str):
     """With verl's own configurations, of which two engines have none of an actor; the engines are not installed here."""
     chunked = f"{ACTOR}.{ENGINES[choice]}entropy_from_logits_with_chunking=True"
     config = compose(
@@ -204,7 +202,7 @@ def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(choice: str) -
     assert config.trainer.v1.trainer_mode == "grail_sync"
 
 
-def test_yaml_names_every_option_with_its_default() -> None:
+def test_yaml_names_every_option_with_its_default():
     # With GPUs OAR-G runs as GRAIL's authors ran it.
     for name, method in (
         ("grail_trainer", Oar("gradient", variant="grail_port")),
@@ -219,7 +217,7 @@ def test_yaml_names_every_option_with_its_default() -> None:
     assert Grail(**options) == Grail("robust") and set(options) == set(Grail.model_fields)
 
 
-def test_options_come_from_the_methods_section() -> None:
+def test_options_come_from_the_methods_section():
     def parsed(name: str, **sections: Any) -> Method | None:
         algorithm = {"adv_estimator": name, **sections}
         return Settings.parse(OmegaConf.create({"algorithm": algorithm})).method
@@ -241,7 +239,7 @@ def test_options_come_from_the_methods_section() -> None:
 @pytest.mark.parametrize("option", ["path", "tokenizer_path"])
 def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
     estimator: str, option: str, tmp_path: Path
-) -> None:
+):
     broken = save_under_class(
         build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama"
     )
@@ -253,7 +251,7 @@ def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
     prepare(_compose(*overrides, f"++{MODEL}.tokenizer_path={tmp_path / 'repaired'}"))
 
 
-def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path):
     tokenizer = build_tokenizer()
     steps = [decoders.Replace(Regex("~~~~"), "~"), tokenizer.backend_tokenizer.decoder]
     tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
@@ -261,7 +259,7 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
     _refused(f"{MODEL}.path={tmp_path}", f"{METHOD}=uniform", words="~~~~ byte-level")
 
 
-def test_a_method_in_a_trainer_without_token_weights_is_refused() -> None:
+def test_a_method_in_a_trainer_without_token_weights_is_refused():
     tensors = dict.fromkeys(("token_level_rewards", "response_mask"), torch.ones(2, 3))
     data = DataProto.from_dict(
         tensors, non_tensors={"uid": np.array(["a", "a"], dtype=object)}
@@ -275,7 +273,7 @@ def test_a_method_in_a_trainer_without_token_weights_is_refused() -> None:
 
 def test_what_the_start_writes_for_the_trainers_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The whole path of the dump, and the modules that verl imports."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.verl_start")
@@ -288,7 +286,7 @@ def test_what_the_start_writes_for_the_trainers_process(
 
 def test_a_trl_that_verls_workers_fail_over_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     package = tmp_path / "trl"
     (package / "experimental" / "ppo").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -303,7 +301,7 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(
         (package / place).write_text("")
 
 
-def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(checks.ANY_VERL, raising=False)
     # A local version is another build of the same source.
     for accepted in ("0.9.1", "0.9.1+cpu"):
@@ -316,7 +314,7 @@ def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.check_verl_version("0.10.0")
 
 
-def test_verls_own_command_locks_the_dumps_folder(tmp_path: Path) -> None:
+def test_verls_own_command_locks_the_dumps_folder(tmp_path: Path):
     """A second start there is refused while the first lives, before verl goes on."""
     overrides = [f"{METHOD}=grail", f"++{DUMP_FOLDER}={tmp_path}", *REQUIRED]
     # The lock is this process's; another one asks for it.
@@ -355,7 +353,7 @@ def _main(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path: Path):
     """Resolved, with the trainer's mode as it is written in an override."""
     folder = tmp_path / "run"
     done = _main(*RECIPE, f"run.folder={folder}", "algorithm.grail.leaf=last", DRY_RUN="1")
@@ -369,7 +367,7 @@ def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_section(
     tmp_path: Path,
-) -> None:
+):
     """What is logged is not among its YAML, such as that the prompts of the data ask for another format."""
     prompt = [{"role": "user", "content": 'after "####".'}]
     row = {"prompt": prompt, "reward_model": {"ground_truth": "4"}}
@@ -395,7 +393,7 @@ def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_secti
 )
 def test_refused_before_ray_starts(
     command: tuple[str, ...], override: str, dry_run: str, tmp_path: Path
-) -> None:
+):
     """In a dry run too, and by verl's own configuration."""
     folder = f"hydra.run.dir={tmp_path}" if command is STOCK else f"run.folder={tmp_path}"
     done = _main(*command, folder, override, DRY_RUN=dry_run)
@@ -403,7 +401,7 @@ def test_refused_before_ray_starts(
     assert done.returncode != 0 and message in done.stderr
 
 
-def test_a_dry_run_is_for_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_is_for_methods(monkeypatch: pytest.MonkeyPatch):
     """With verl's own estimators verl goes on."""
     config = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL)
     validated = Mock()

@@ -1,7 +1,5 @@
 """verl's trainer as a host: its token dump is that of a plain model, see ``tests/hosts.py``."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -133,9 +131,7 @@ REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn
     ("name", "rejected"),
     [*((name, None) for name in (*hosts.METHODS, "grail_robust", *CONTROLS)), *REJECTED],
 )
-def test_the_dump_is_that_of_a_plain_model(
-    tmp_path: Path, name: str, rejected: int | None
-) -> None:
+def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None):
     """Bit for bit, as every number comes from the same computation on the same response alone."""
     signal = CONTROLS[name] if name in CONTROLS else hosts.signal_of(name)
     table = expected(signal, rejected)

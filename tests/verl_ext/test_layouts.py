@@ -1,7 +1,5 @@
 """The trainers' advantages under verl's options: token weight times verl's advantage, and nothing else differs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
@@ -91,7 +89,7 @@ def steps_of(name: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -> None:
+def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str):
     """The weights themselves are in ``test_hosts.py``."""
     verl, ours = steps_of(name)
     moved = 0
@@ -121,7 +119,7 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str) -
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_a_trainer_has_the_replay_buffer_of_verls_own(
     mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Which verl chooses by its own names of the modes."""
     monkeypatch.setattr(get_trainer_cls(mode), "__init__", lambda self, config: None)
     config = Step().trainer.config

@@ -7,8 +7,6 @@ Among the methods are two of ``docs/write_your_own.md``, installed as a package 
 that it says, in one process, what the weights of the step after must be.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -162,7 +160,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
+def test_advantages_are_weight_times_grpos(pair: Pair, name: str):
     """The base is recomputed from the rewards, and the product is what verl's actor was given."""
     step = NAMES.index(name) + 1
     rows = pair.resumed.dump(step)
@@ -187,7 +185,7 @@ def test_advantages_are_weight_times_grpos(pair: Pair, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
+def test_weights_are_those_of_the_plain_function(pair: Pair, name: str):
     """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
     rows = pair.resumed.dump(NAMES.index(name) + 1)
     signal = build(name, OPTIONS.get(name, {}))
@@ -218,7 +216,7 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str) -> None:
     assert any(row.advantage_T.any() for row in rows), "nothing to compare"
 
 
-def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
+def test_dump_joins_verls_own_rollout_dump(pair: Pair):
     """verl's ``uid`` is the dump's ``key``, and what both know of a response is the same."""
     lines = (pair.resumed.folder / "rollouts" / "2.jsonl").read_text().splitlines()
     verls = {line["uid"]: line for line in map(json.loads, lines)}
@@ -239,7 +237,7 @@ def test_dump_joins_verls_own_rollout_dump(pair: Pair) -> None:
 
 def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(
     pair: Pair,
-) -> None:
+):
     """As where memory runs short. That no process is left the fixture has waited for."""
     result = pair.killed.result
     assert result.returncode == 1
@@ -257,7 +255,7 @@ def _lines(folder: Path) -> list[dict]:
     return list(map(json.loads, lines))[: STEPS + 1]
 
 
-def test_every_step_is_logged_once(pair: Pair) -> None:
+def test_every_step_is_logged_once(pair: Pair):
     """The first validation too; what was logged up to the checkpoint is what the first life logged."""
     lines = _lines(pair.resumed.folder)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
@@ -265,7 +263,7 @@ def test_every_step_is_logged_once(pair: Pair) -> None:
     assert lines[: KILLED_BEHIND + 1] == _lines(pair.uninterrupted)[: KILLED_BEHIND + 1]
 
 
-def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
+def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair):
     later = slice(KILLED_BEHIND + 1, None)
     lives = [_lines(folder)[later] for folder in (pair.uninterrupted, pair.resumed.folder)]
     for first, second in zip(*lives, strict=True):
@@ -289,7 +287,7 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> 
     )
 
 
-def test_dumps_are_the_same(pair: Pair) -> None:
+def test_dumps_are_the_same(pair: Pair):
     """Each token, score, weight and advantage of every response, in the same order, under the same key."""
     steps = list(range(1, STEPS + 1))
     dumps = [

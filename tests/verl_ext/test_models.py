@@ -1,8 +1,6 @@
 """Architectures that people train: scores and weights of the plain function against plain autograd. In verl's engine they are
 in ``test_passes.py``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ OPTIONS: dict[str, Any] = {"preset": "robust", "gate": "all", "leaf": "middle"}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scores_and_weights_are_those_of_plain_autograd(name: str) -> None:
+def test_scores_and_weights_are_those_of_plain_autograd(name: str):
     """In float64, one response at a time and without padding; by the largest value of each response."""
     model = ARCHITECTURES[name].build().eval()
     batch = make_batch(BATCH, "both")

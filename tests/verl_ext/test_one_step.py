@@ -1,7 +1,5 @@
 """The trainer's two stages: what is fetched, what is computed once, on which advantages, and what the update gets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +50,7 @@ def uneven(advantages: Advantages) -> set[str]:
     return {key for key, values in advantages.items() if len(values.unique()) > 2}
 
 
-def test_fetches_and_computes_everything_once() -> None:
+def test_fetches_and_computes_everything_once():
     step = Step()
     assert uneven(step.run()) == INCORRECT and len(step.workers.own) == len(INCORRECT)
     # verl's two stages fetch twice, this package once.
@@ -61,7 +59,7 @@ def test_fetches_and_computes_everything_once() -> None:
     assert not {"raw_prompt", "extra_fields", "ref_log_prob"} & step.store.fetched.keys()
 
 
-def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch):
     def in_hashes(text: str) -> str:
         return text.replace("\\boxed{", "#### ").replace("}", " ")
 
@@ -94,7 +92,7 @@ class OtherAdvantages(TokenWeightTrainer, NegativeAdvantages):
 
 def test_a_trainers_own_advantages_have_the_last_word(
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     """They are not made again where a reward cannot be used: that response trains nothing, and those with a finite advantage
     keep it."""
     step = Step(cls=OtherAdvantages)
@@ -127,7 +125,7 @@ def scored(rewards: Sequence[float], *overrides: str) -> Step:
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
-def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
+def test_a_reward_that_cannot_be_used_trains_nothing(name: str):
     """The others to its prompt are compared without it, as in TRL; those to another prompt are as they were."""
     rewards, expected = UNJUDGED[name]
     step = scored(rewards)
@@ -147,7 +145,7 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int) -> None:
+def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int):
     """Its advantages are those of a batch without them. Of one output of a session verl's GRPO makes the session's."""
     rewards = [1.0, 0.5, 0.0, 0.0]
     complete = scored(rewards, f"{BASE}={base}")
@@ -170,9 +168,7 @@ MEANS = [
 
 
 @pytest.mark.parametrize(("aggregation", "factor", "mean"), MEANS)
-def test_the_mean_of_the_runs_loss(
-    aggregation: str, factor: int | None, mean: float
-) -> None:
+def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float):
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [
         f"{ACTOR}.loss_agg_mode={aggregation}",
@@ -200,7 +196,7 @@ class TestLeavingOut:
         step.update(padding)
         return step
 
-    def test_every_rank_gets_its_share_of_the_rows_that_train(self) -> None:
+    def test_every_rank_gets_its_share_of_the_rows_that_train(self):
         """Of three responses that train one rank gets one, the other two."""
         step = self.step()
         (request,) = step.workers.updates
@@ -218,9 +214,7 @@ class TestLeavingOut:
         assert padded.metrics["token_weights/skipped_responses"] == 2
 
     @pytest.mark.parametrize("skips", [True, False])
-    def test_the_order_stays_where_verl_shuffles_and_without_the_option(
-        self, skips: bool
-    ) -> None:
+    def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, skips: bool):
         step = self.step(*[f"{ACTOR}.shuffle=True"] * skips, skips=skips)
         (request,) = step.workers.updates
         assert request.keys == [key for key, *_ in ROWS]
@@ -230,7 +224,7 @@ class TestLeavingOut:
 
 def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """The ranks are asked in the layout, up to the length and at the temperature of the run. One of them computes in
     single precision, where a smaller difference is no rounding."""
     monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", lambda self: None)
@@ -249,7 +243,7 @@ def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
         probe.assert_called_once_with(UPDATE, 70, 0.7)
 
 
-def test_a_base_whose_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_whose_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch):
     """An estimator of one's own: those of verl that do are refused at the start."""
 
     def by_token(token_level_rewards: torch.Tensor, **_: Any) -> Any:
@@ -260,7 +254,7 @@ def test_a_base_whose_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch) 
         Step(f"{BASE}=by_token").run()
 
 
-def test_an_answer_that_a_tool_interrupts_is_none() -> None:
+def test_an_answer_that_a_tool_interrupts_is_none():
     step = Step()
     step.store.rows["a_1_0"] |= row_of(
         "Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0
@@ -275,7 +269,7 @@ class TestStart:
     @pytest.mark.parametrize(("max_model_len", "context"), [("null", 48), ("32", 32)])
     def test_the_context_and_the_end_tokens(
         self, tmp_path: Path, max_model_len: str, context: int
-    ) -> None:
+    ):
         """verl's server takes the model's positions where rollout.max_model_len is unset; options of the model count."""
         build_tokenizer().save_pretrained(tmp_path)
         # vLLM ends a response at these, too.
@@ -289,7 +283,7 @@ class TestStart:
         assert trainer._context_length == context
         assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
 
-    def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path: Path) -> None:
+    def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path: Path):
         """One that the driver could not look at, as it was not there yet."""
         folder = save_under_class(
             build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama"
@@ -308,7 +302,7 @@ class TestStart:
     )
     def test_workers_of_other_engines_are_verls_own(
         self, strategy: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    ):
         def init_resource_pool_mgr(self: Any) -> None:
             self.role_worker_mapping = {Role.ActorRollout: ActorRolloutRefWorker}
 
@@ -338,7 +332,7 @@ TRUNCATED = {
 
 
 @pytest.mark.parametrize("case", TRUNCATED)
-def test_what_is_truncated(case: str) -> None:
+def test_what_is_truncated(case: str):
     """Of responses of at most 6 tokens to prompts of at most 3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after
     it. SGLang has one position less."""
     # Such as vLLM, a context of 100 tokens and a prompt of one.
@@ -362,7 +356,7 @@ def test_what_is_truncated(case: str) -> None:
     assert truncated_B.tolist() == [text.endswith("!") for text in texts]
 
 
-def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none() -> None:
+def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none():
     """Of two ranks: the first gets the responses 0 and 2, the other one response 1 and a copy."""
     requests: list[Row] = []
 

@@ -4,8 +4,6 @@ Whole runs by verl's own command, of real interpreters: one with ``grpo``, and o
 first one's checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -55,7 +53,7 @@ def _names(**hook: str) -> tuple[dict[str, str], list[Any]]:
 
 
 @pytest.mark.slow
-def test_installing_changes_two_functions_of_verls() -> None:
+def test_installing_changes_two_functions_of_verls():
     """Once, though the plug-in is named in verl's other hook too. Methods register where a run starts."""
     names, same = _names(VERL_USE_EXTERNAL_MODULES="grail_advantage.verl_ext.plugin")
     stock_names, stock_same = _names(VERL_USE_EXTERNAL_PLUGINS="none")
@@ -74,7 +72,7 @@ def test_installing_changes_two_functions_of_verls() -> None:
 @pytest.mark.parametrize("use_v1", [True, False])
 def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(
     use_v1: bool, tmp_path: Path
-) -> None:
+):
     """With both of verl's trainers; the weights are those of the plain computation, and arrive."""
     for steps, estimator in enumerate(("grpo", "grail"), start=1):
         overrides = [

@@ -2,8 +2,6 @@
 forward before the update; and where it would be another one, it is not taken. The update's gradients are compared in
 ``test_updates.py``."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -78,7 +76,7 @@ def steps_of(folder: Path, *overrides: str, **how: Any) -> list[Step]:
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path) -> None:
+def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path):
     verl, reused = steps_of(tmp_path)
     dumps = []
     for step in (verl, reused):
@@ -106,7 +104,7 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path) -> 
 
 def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(
         trainers, "calculate_debug_metrics", debug_metrics.calculate_debug_metrics
     )
@@ -125,7 +123,7 @@ def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
 
 
 @pytest.mark.parametrize("by_std", [False, True])
-def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool) -> None:
+def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool):
     """Its advantages are verl's own, bit for bit, so that the update is, whose gradients ``test_updates.py`` compares: both
     shortcuts serve somebody who wants no method."""
     stds = f"algorithm.norm_adv_by_std_in_grpo={by_std}"
@@ -134,14 +132,14 @@ def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool) -> None:
     assert same(ours, stock) and any(advantages_T.any() for advantages_T in stock.values())
 
 
-def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path) -> None:
+def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path):
     """As when a session has several outputs: the second mini-batch would not be of the old policy."""
     _, step = steps_of(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
     step.train()
     assert step.workers.forwards == 1 and REUSE not in step.workers.updates[0].extra_info
 
 
-def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path) -> None:
+def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path):
     """Their policy has moved on; the step's first update leaves its policy for them."""
     saved: list[int] = []
     _, step = steps_of(tmp_path, mode="separate_async")
@@ -157,7 +155,7 @@ def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["grail", "uniform", "oar_g", "shear", "polarity"])
-def test_the_recipe_takes_it(method: str) -> None:
+def test_the_recipe_takes_it(method: str):
     config = compose("grail_trainer", [f"algorithm.adv_estimator={method}"])
     settings = parsed(config)
     # The probe has found responses alone, so that the update may run without verl's forward.
@@ -165,6 +163,6 @@ def test_the_recipe_takes_it(method: str) -> None:
     assert why_not_reuse(settings, probe=lambda: DRAWS), "dropout, or a router that draws"
 
 
-def test_one_word_adds_weights_and_nothing_else() -> None:
+def test_one_word_adds_weights_and_nothing_else():
     """In verl's own command."""
     assert parsed(verls_on_cpu("algorithm.adv_estimator=grail"))[OPTION] is False

@@ -5,8 +5,6 @@ The layouts are named in ``ranks.SETUPS``. Sequence parallelism has a reference 
 all-to-all, as flash attention has no CPU build; that kernel itself is tested where GPUs are.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,7 +74,7 @@ def measured(folder: Path, models: dict[str, PreTrainedModel]) -> Any:
 class TestEverySetup:
     def test_passes_give_the_plain_models_scores(
         self, measured: Any, models: dict[str, PreTrainedModel], name: str
-    ) -> None:
+    ):
         setup = SETUPS[name]
         for rank, result in enumerate(measured(setup.ranks)):
             later = result["passes"][name]["after passes"]
@@ -86,7 +84,7 @@ class TestEverySetup:
 
     def test_they_leave_nothing_that_the_next_optimiser_steps_see(
         self, measured: Any, name: str
-    ) -> None:
+    ):
         """Bit for bit, as the same kernels run in the same order, dropout and all; so is what an adapter is merged to."""
         results = [result["passes"][name] for result in measured(SETUPS[name].ranks)]
         for result in results:
@@ -116,7 +114,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(
     families: tuple[dict[str, Any], Results], name: str
-) -> None:
+):
     """Refused where packed responses see each other."""
     models, results = families
     setup = FAMILIES[name]
@@ -128,7 +126,7 @@ def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(
         check(models[setup.model], setup, pass_name, 0, values)
 
 
-def test_whole_blocks_are_as_few_as_in_training(measured: Any) -> None:
+def test_whole_blocks_are_as_few_as_in_training(measured: Any):
     for result in [result["held"]["fsdp2"] for result in measured(2)]:
         limit = max(result["training"])
         # Training does not hold the whole model, which has four blocks.
@@ -139,7 +137,7 @@ def test_whole_blocks_are_as_few_as_in_training(measured: Any) -> None:
 @pytest.mark.parametrize("strategy", ranks.PLAIN)
 def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(
     measured: Any, strategy: str
-) -> None:
+):
     """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not. Bypass
     takes the policy as it is. The policy is put back, after an error too, and nothing is kept."""
     for result in [result["later_update"][strategy] for result in measured(2)]:
@@ -152,7 +150,7 @@ def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(
         assert result["kept"] == [0]
 
 
-def test_cost_of_a_row_for_sharing_out() -> None:
+def test_cost_of_a_row_for_sharing_out():
     # "text after the box": 15 prompt tokens, 19 reasoning tokens, 9 of the box, 17 after it
     costs = {
         "oar_g": 43,

@@ -1,7 +1,5 @@
 """verl's older trainer beside the v1 trainer on the same responses: advantages, token dump, metrics, and what arrives."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, ClassVar
@@ -153,7 +151,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "base", "fate"), CASES)
 def test_is_the_v1_trainer_on_the_same_responses(
     name: str, base: str, fate: str, tmp_path: Path
-) -> None:
+):
     overrides = (f"{BASE}={base}", f"{MISSING}=warn")
     method = build(name)
     step = Step(*overrides, method=method, folder=tmp_path / "v1")
@@ -184,7 +182,7 @@ def test_is_the_v1_trainer_on_the_same_responses(
     assert older.metrics["token_dump/failed_files"] == 0
 
 
-def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path) -> None:
+def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path):
     """Without the forward of the old log-probabilities, and so without rejection sampling."""
     older = Older(tmp_path, Grail(), "algorithm.rollout_correction.bypass_mode=true")
     assert same(older.run(), older.run(WRITTEN, ENTROPY))
@@ -200,7 +198,7 @@ class ByData(AdvantageMethod):
         return r.mask * (torch.tensor(r.fields["weight"]) * r.advantages)[:, None]
 
 
-def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path) -> None:
+def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path):
     """verl takes it out of the batch before the rollout; the next step has other prompts, and values of its own."""
     older = Older(tmp_path, ByData())
     plain = Older(tmp_path, build("uniform")).run()
@@ -213,7 +211,7 @@ def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path) -
             torch.testing.assert_close(weighted, weight * unweighted)
 
 
-def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path):
     """The steps after it come again as they were, receipts included; and no response is left out of the update."""
     options = (
         "trainer.use_v1=False",

@@ -1,7 +1,5 @@
 """The receipt raises no false alarm over verl's own losses: each one's gradient is what its account says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -133,7 +131,7 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", KNOWN)
-def test_no_false_alarm(mode: str) -> None:
+def test_no_false_alarm(mode: str):
     choices = set()
     clipped = 0.0
     for seed in range(SEEDS):
@@ -162,7 +160,7 @@ def test_no_false_alarm(mode: str) -> None:
     ("mode", "aggregation"),
     [("geo_mean", "seq-mean-token-mean"), ("vanilla", "token-mean")],
 )
-def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str) -> None:
+def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str):
     """The means of micro-batches are summed; after rejection (of each third response) all generated tokens divide."""
     loop = rollout(5, token_advantages=False, ties=True, even=True)
     generated_BT = loop.batch.mask_BT

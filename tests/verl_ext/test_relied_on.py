@@ -9,8 +9,6 @@ every method of theirs that a class of this project overrides. A function's entr
 what is overridden or patched can break without any change of signature. The tests see attributes that are read.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib
@@ -172,7 +170,7 @@ def differences(now: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_everything_relied_on_is_there_and_as_it_was() -> None:
+def test_everything_relied_on_is_there_and_as_it_was():
     now = collect()
     lines = differences(now)
     assert "verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage" in now

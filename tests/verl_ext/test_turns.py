@@ -1,8 +1,6 @@
 """Credit by turn in a step of verl's trainer: rewards of the reward function and of one's own agent loop, and verl's own
 advantages for responses of one turn. Rewards of verl's agent loop are in ``test_hosts.py``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -53,7 +51,7 @@ def expected() -> Advantages:
     return _step("turn_rloo").run()
 
 
-def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantages) -> None:
+def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantages):
     """A list that compute_score returns goes before the agent loop's; a field of any name, one reward a turn."""
     step = _step("turn_rloo")
     for row in step.store.rows.values():
@@ -71,7 +69,7 @@ def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantage
         _step("turn_rloo", rewards="mine").run()
 
 
-def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
+def test_rewards_are_those_after_a_penalty_in_the_reward():
     step = _step(
         "turn_rloo", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"
     )
@@ -85,7 +83,7 @@ def test_rewards_are_those_after_a_penalty_in_the_reward() -> None:
     assert rewards != pytest.approx([talk.outcome for talk in TALKS.values()])
 
 
-def test_a_reward_that_is_too_large_reaches_no_method() -> None:
+def test_a_reward_that_is_too_large_reaches_no_method():
     """It is NaN, as one that is not finite: a method of one's own may compare rewards without a look at them."""
     step = _step("turn_rloo")
     step.store.rows["a_0_0"]["rm_scores"][-1] = 1e19
@@ -96,7 +94,7 @@ def test_a_reward_that_is_too_large_reaches_no_method() -> None:
 
 
 @pytest.mark.parametrize("source", ["by the reward function", "by the loop", "by the data"])
-def test_a_batch_without_a_call_trains(source: str) -> None:
+def test_a_batch_without_a_call_trains(source: str):
     """``None`` is a response's value, also where no other response has more."""
     results: list[Advantages] = []
     for rewards in ([], None):
@@ -135,7 +133,7 @@ def _session_of_two(step: Step) -> tuple[slice, slice]:
 @pytest.mark.parametrize("source", ["by the loop", "by the reward function"])
 def test_several_outputs_of_a_session_are_one_conversation(
     source: str, expected: Advantages
-) -> None:
+):
     """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
     step = _step("turn_rloo", rewards="call_rewards")
     rows = step.store.rows
@@ -160,7 +158,7 @@ def test_several_outputs_of_a_session_are_one_conversation(
 
 def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     step = _step("turn_rloo", rewards="")
     monkeypatch.setattr(TurnMethod, "reads", TurnMethod.reads - {"sessions"})
     _session_of_two(step)
@@ -177,7 +175,7 @@ def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(
         ("turn_rloo", "rloo", 1),
     ],
 )
-def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int) -> None:
+def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int):
     """With the responses of the other tests of a step, which are of one turn."""
     verls = Step(f"algorithm.adv_estimator={base}").run()
     step = Step(method=build(name))
@@ -193,7 +191,7 @@ def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int) ->
 
 def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
     expected: Advantages,
-) -> None:
+):
     """Not those in whose group GRPO finds one outcome."""
     of_b = [key for key in TALKS if key.startswith("b")]
     assert bool(expected["b_1_0"].any())
@@ -220,7 +218,7 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
         ([0.5, -0.25, 2.0], f"{PARALLEL_CALLS}=2", False),
     ],
 )
-def test_as_many_rewards_as_turns(values: Any, override: str, certain: bool) -> None:
+def test_as_many_rewards_as_turns(values: Any, override: str, certain: bool):
     """One each with verl's own loop and one call a turn, the last without an answer."""
     flat = _step("turn_rloo", *[override] * bool(override))
     listed = _step("turn_rloo")

@@ -1,8 +1,6 @@
 """The update without zero-advantage responses is the update with them, and watching it changes nothing; what is read there is
 what a plain computation says, over losses, aggregations, layouts, ranks and epochs."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import chain
 from types import SimpleNamespace
@@ -110,7 +108,7 @@ def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> N
 @pytest.mark.parametrize("setup", UPDATES)
 def test_without_zero_advantage_responses_it_is_the_same_update(
     setup: str, results: list[Results]
-) -> None:
+):
     """With each of verl's losses that leave responses out."""
     assert set(ranks.LOSSES) == set(SKIPPABLE)
     for result in [result["updates"][setup] for result in results]:
@@ -141,7 +139,7 @@ def test_without_zero_advantage_responses_it_is_the_same_update(
 
 
 @pytest.mark.parametrize("setup", UPDATES)
-def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]) -> None:
+def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]):
     for result in [result["updates"][setup] for result in results]:
         plain = result[(*PLAIN_UPDATE, "verl")]
         actual = result[(*PLAIN_UPDATE, "watched")]
@@ -185,7 +183,7 @@ def _receipt(
 @pytest.mark.parametrize("setup", UPDATES)
 def test_no_false_alarm_and_every_token_receives_what_was_intended(
     setup: str, results: list[Results]
-) -> None:
+):
     clipped = 0
     cases = [(loss, "skipped, watched") for loss in UPDATES[setup][2]]
     for loss, mode in [(PLAIN_UPDATE, "watched"), *cases]:
@@ -211,7 +209,7 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_updates_own_forward_gives_the_old_log_probabilities(
     setup: str, epochs: int, results: list[Results]
-) -> None:
+):
     """The update is the one with verl's forward before it, with and without zero-advantage responses; its columns are those
     of that forward."""
     for result in [result["own_forward"][setup] for result in results]:

@@ -1,8 +1,6 @@
 """How responses are shared out to the data-parallel ranks; and how zero-advantage responses leave a mini-batch: the responses,
 lengths and settings that are left, on two ranks, by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain
 from types import SimpleNamespace
@@ -71,7 +69,7 @@ def lists(batch: Any, name: str) -> list[list]:
 ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0, 5.0]]
 
 
-def test_rows_and_fillers(leave_out: Any) -> None:
+def test_rows_and_fillers(leave_out: Any):
     """Responses 0 and 2 train: the advantage of response 3 is a tool's.
     The other rank has five: micro-batches of at most four become two of three, so four fillers."""
     batch, sent = leave_out(mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
@@ -110,13 +108,13 @@ def test_rows_and_fillers(leave_out: Any) -> None:
 )
 def test_a_token_budget_needs_no_even_micro_batches(
     settings: dict[str, Any], dynamic: bool, count: int, size: int | None, leave_out: Any
-) -> None:
+):
     """The batch's own settings count before the engine's."""
     batch, _ = leave_out(mini_batch(ADVANTAGES, **settings), [7, 7, 7], dynamic=dynamic)
     assert len(batch) == count and tu.get(batch, "micro_batch_size_per_gpu") == size
 
 
-def test_a_mini_batch_whose_every_token_trains_stays(leave_out: Any) -> None:
+def test_a_mini_batch_whose_every_token_trains_stays(leave_out: Any):
     data = mini_batch([[1.0] * count for _, count in LENGTHS])
     batch, sent = leave_out(data, [9], rows=3)
     assert sent == [7, 5, 9, 3] and lists(batch, "input_ids") == lists(data, "input_ids")
@@ -131,9 +129,7 @@ COSTS = st.integers(1, 4000)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(COSTS, min_size=1, max_size=40), RANKS)
-def test_every_rank_gets_as_many_and_about_as_much_work(
-    costs: list[int], ranks: int
-) -> None:
+def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks: int):
     shares = deal(costs, ranks)
     counts = list(map(len, shares))
     work = [sum(costs[row] for row in share) for share in shares]
@@ -144,9 +140,7 @@ def test_every_rank_gets_as_many_and_about_as_much_work(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(COSTS, st.integers(0, 5)), min_size=1, max_size=20), RANKS)
-def test_the_rows_of_a_group_meet_on_one_rank(
-    rows: list[tuple[int, int]], ranks: int
-) -> None:
+def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks: int):
     costs, groups = map(list, zip(*rows, strict=True))
     shares = deal(costs, ranks, groups)
     assert sorted(chain(*shares)) == list(range(len(costs)))
@@ -165,7 +159,7 @@ def test_the_rows_of_a_group_meet_on_one_rank(
 @given(st.data(), st.sampled_from([1, 2, 4]), st.integers(1, 4))
 def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(
     data: st.DataObject, ranks: int, share: int
-) -> None:
+):
     """In two mini-batches, of so many rows a rank."""
     count = 2 * share * ranks
     costs = data.draw(
@@ -182,5 +176,5 @@ def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(
         assert trained.max() - trained.min() <= 1
 
 
-def test_a_sequence_parallel_group_counts_once() -> None:
+def test_a_sequence_parallel_group_counts_once():
     assert data_parallel_size(SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})) == 2

@@ -1,7 +1,5 @@
 """A whole verl run of a tiny model as a user starts it: Ray, TransferQueue, FSDP over gloo, and vLLM's CPU build."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
