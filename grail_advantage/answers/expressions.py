@@ -1,7 +1,5 @@
 """Regular expressions of a user, matched with a time limit in texts that a model wrote."""
 
-from __future__ import annotations
-
 import time
 
 import regex

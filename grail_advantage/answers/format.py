@@ -10,8 +10,6 @@ one is none of its own. ``hashes`` and an expression need no end: a response tha
 answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ which ``AutoTokenizer`` and so verl loads as the checkpoint means it (needs tran
     python3 -m grail_advantage.answers.tokenizers MODEL FOLDER
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,8 +1,6 @@
 """The rules of every host on methods of turns: what biases the gradient of the mean reward. Figures are the length of the
 bias as a part of the gradient's, in the environment that docs/turns.md enumerates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -2,8 +2,6 @@
 
 Shapes: T tokens of a response, J steps."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar

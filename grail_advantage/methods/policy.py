@@ -1,8 +1,6 @@
 """Methods that read the policy before the update: its surprisal and entropy at each token, which come from the forward
 of the old log-probabilities and cost nothing. ``uniform`` and ``polarity``, which read nothing, are here too."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import torch

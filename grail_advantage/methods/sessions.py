@@ -5,8 +5,6 @@ methods are biased.
 
 A method has one function, :meth:`TurnMethod.advantages`. Shape: K turns of one session."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

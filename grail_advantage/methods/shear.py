@@ -6,8 +6,6 @@ the other sign of the advantage; the mean hidden norm is the group's. Regularisa
 
 Shapes: P pairs of windows, N and M tokens of a pair's two windows, K and L windows of two responses, D hidden."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

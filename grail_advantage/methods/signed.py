@@ -1,7 +1,5 @@
 """Methods whose token advantages mix the response's own advantage with a signed log-ratio: ``lam A + (1 - lam) D_t``."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,8 +1,6 @@
 """Methods that read what a response says, and neither the model nor the error: ``pattern``, a control, and
 ``step_values``."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise

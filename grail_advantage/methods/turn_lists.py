@@ -1,7 +1,5 @@
 """Advantages of turns for any trainer, from lists of rewards."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Hashable, Sequence

@@ -1,8 +1,6 @@
 """Lists of rewards by turn, as data, reward functions and agent loops give them. A list is *flat* where no entry of it
 is a list. ValueError: no such list; :class:`UncertainError`: a number that is not finite, or one of no certain turn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """The methods by turn of this package, see :mod:`grail_advantage.methods.sessions`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain, zip_longest

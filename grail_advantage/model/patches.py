@@ -1,8 +1,6 @@
 """Every place where the core replaces a part of torch or transformers, or reaches into a private one. Each function
 names the line that it answers, as of torch 2.13.0 and transformers 5.10.4, and the test that says when it can go."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial

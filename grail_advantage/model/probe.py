@@ -5,8 +5,6 @@ It sees whatever the forward does: dropout, noise of a hook, a router that draws
 that see each other, frequencies chosen by the longest response. It does not see a loss that compares responses.
 Shape suffixes: S tokens of a row."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

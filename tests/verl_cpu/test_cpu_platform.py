@@ -34,7 +34,7 @@ print("PROBE" + json.dumps([sorted(PlatformRegistry.registered_names()), *files,
 
 
 @pytest.mark.slow
-def test_nothing_of_it_is_used_on_other_platforms() -> None:
+def test_nothing_of_it_is_used_on_other_platforms():
     """By verl, and by the recipe. What it registers on the CPU, every whole run of the tests needs."""
     environment = {
         name: value
@@ -54,7 +54,7 @@ def test_nothing_of_it_is_used_on_other_platforms() -> None:
 @pytest.mark.parametrize("shape", [(300,), (5, 60)])
 def test_log_probabilities_are_exact(
     shape: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Of chunks that do not divide the rows and of labels at both ends of the vocabulary: values and gradients are verl's bit
     for bit, and in bfloat16 those of float64 to float32's rounding, where verl's are rounded to 8 bits."""
     name = "logprobs_from_logits_v2"
@@ -97,7 +97,7 @@ def test_log_probabilities_are_exact(
 
 def test_weights_arrive_twice_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """From two trainer ranks to two rollout workers. The second synchronisation brings the second weights; a rollout
     worker may ask before the trainer has written."""
     monkeypatch.setattr(checkpoint_engine, "FOLDER", tmp_path)
@@ -176,7 +176,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen]:
 
 def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(
     server: subprocess.Popen, tmp_path: Path
-) -> None:
+):
     """Ray reads the job's number while it is imported: a fork for another job would take itself for the first one's. The
     server ends with the run's own process, and removes its folder; without a server Python runs."""
     script = tmp_path / "script.py"

@@ -9,8 +9,6 @@ trained on them knows the sums but slips when it samples, which reinforcement le
 recomputed, so ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import re
@@ -19,7 +17,7 @@ import types
 import zlib
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, Self
 
 Split = Literal["train", "validation"]
 
@@ -48,7 +46,7 @@ class Problem:
     steps: tuple[tuple[str, int], ...]
 
     @classmethod
-    def parse(cls, text: str) -> Problem:
+    def parse(cls, text: str) -> Self:
         """Read a chain of one-digit terms without spaces; ValueError for any other text."""
         if not _PROBLEM.fullmatch(text):
             raise ValueError(f"problem {text!r} is not a chain of one-digit terms such as '7+5-3'")
