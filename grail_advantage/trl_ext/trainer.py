@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -86,13 +86,13 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         skip_zero_advantage: bool = False,
         **named: Any,
     ) -> None:
-        if not isinstance(token_weights, str) and token_weight_options:
-            raise ValueError(
-                "token_weight_options are for a method given by its name; put them into token_weights"
-            )
         # A method by its name has its options beside it.
         if isinstance(token_weights, str):
             token_weights = build(token_weights, token_weight_options)
+        elif token_weight_options:
+            raise ValueError(
+                "token_weight_options are for a method given by its name; put them into token_weights"
+            )
         self.method = token_weights
         self.answer = answer_format(answer)
         self._skips = skip_zero_advantage
@@ -109,10 +109,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         super().__init__(*arguments, **named)
         check_trainer(self, self.method, skip_zero_advantage)
         if isinstance(self.train_dataset, Dataset):
-            self._answers.look_at_data(
-                self.train_dataset.select(range(min(LOOKED_AT, len(self.train_dataset)))).to_list(),
-                "train_dataset",
-            )
+            self._answers.look_at_data(list(islice(self.train_dataset, LOOKED_AT)), "train_dataset")
         self._dump = None if dumping is None else GenerationDump(self, dumping, self._host)
 
     def train(self, *arguments: Any, **named: Any) -> Any:

@@ -402,16 +402,16 @@ def test_the_reference_is_the_model_without_its_adapter(
     cut_off = torch.tensor([not script.ends for script in RESPONSES])
     assert_close(advantages, plain_weights(method, trainer.model, masked=cut_off)[1])
     assert not torch.allclose(advantages, plain_weights(method_of("uniform"))[1], atol=0.02)
-    settings |= {"token_dump": tmp_path / "tokens", "max_steps": 2, "learning_rate": 0.1}
-    trained(tmp_path, **settings)
-    for row in read_dump(tmp_path / "tokens"):
+    folder = tmp_path / "tokens"
+    trained(tmp_path, token_dump=folder, max_steps=2, learning_rate=0.1, **settings)
+    for row in read_dump(folder):
         signal = row.old_log_prob_T - row.ref_log_prob_T
         # lam 0.25: a quarter of the advantage, three of the log-ratio to the reference.
         mixed = 0.25 * row.base_advantage_T + 0.75 * signal
         np.testing.assert_allclose(
             row.advantage_T, 0 * mixed if row.truncated else mixed, atol=1e-5
         )
-    assert mismatches(tmp_path / "tokens") == [[], []]
+    assert mismatches(folder) == [[], []]
 
 
 def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:

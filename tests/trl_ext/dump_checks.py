@@ -3,7 +3,6 @@ updates; run by test_trl_runs.py with TRL on the path."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from grail_advantage.trl_ext import dump as dump_module
 from grail_advantage.trl_ext import trainer as trainer_module
 from grail_advantage.trl_ext.rules import LOSSES
 from grail_advantage.view.receipt import main
+from grail_advantage.view.run import open_run
 from tests import hosts
 from tests.core.common import rollouts_of
 from tests.core.tiny_models import char_tokenizer, encode, tiny_model
@@ -140,14 +140,6 @@ def test_the_dump_is_that_of_a_plain_model(
         assert_allclose(received_T, row.advantage_T, rtol=1e-3, atol=1e-5)
 
 
-def figures(folder: Path, name: str) -> dict[int, float]:
-    """One of a run's, by step."""
-    lines = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return {line["step"]: line["data"][name] for line in lines if name in line["data"]}
-
-
 def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones,
     and one from step 0 leaves those of an earlier training alone. A folder of a training that lives is refused."""
@@ -178,12 +170,10 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
     trainer.args.max_steps = 2
     trainer.train()
     # The last training began anew: that before it is in a folder of its own.
-    for folder, run, steps in (
-        (tokens, tmp_path, [1, 2]),
-        (tokens / "earlier_1", tokens / "earlier_1", [1, 2, 3, 4]),
-    ):
-        assert read_dump(folder).steps == [step for step in steps if step % 2 == 0]
-        assert [*figures(run, "reward")] == steps
+    for folder, steps in ((tmp_path, [1, 2]), (tokens / "earlier_1", [1, 2, 3, 4])):
+        run = open_run(folder)
+        assert run.dump.steps == [step for step in steps if step % 2 == 0]
+        assert [*run.metrics["reward"]] == steps
     # The folder is free again.
     with FileLock(tokens / ".run.lock", blocking=False):
         pass
@@ -220,7 +210,8 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
     for row, change_T in zip(rows[4:8], (new_BT - old_BT).numpy(), strict=True):
         assert_allclose(row.effect_T, change_T[: len(row)], rtol=1e-3, atol=1e-6)
     # A generation's effect is known when the next one begins.
-    ((step, moved),) = figures(tmp_path, "grail/moved_with_advantage_rate").items()
+    metrics = open_run(tmp_path).metrics
+    ((step, moved),) = metrics["grail/moved_with_advantage_rate"].items()
     assert step in (2, 3) and 0.5 < moved <= 1
 
 
