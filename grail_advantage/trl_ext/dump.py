@@ -183,8 +183,7 @@ class GenerationDump(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any
     ) -> None:
         """Add a line of figures, under TRL's names."""
-        if state.is_world_process_zero:
-            self._metrics.add(state.global_step, logs)
+        self._metrics.add(state.global_step, logs)
 
     def finish(self, error: type[BaseException] | None, *_: object) -> None:
         """Write what remains. After an exception on one of several processes the others may come to no collective."""

@@ -566,10 +566,8 @@ def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None
         build(tmp_path, model=model, token_weights="uniform", skip_zero_advantage=True)
 
 
-def test_options_are_refused_as_a_trainer_is_made(
-    tmp_path: Path, arguments: Callable[..., Arguments]
-) -> None:
-    """And the published ones are not."""
+def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
+    """And the published ones mean an update of 256 responses with any number of processes."""
     for option, settings in (
         ("loss_type", {"loss_type": "luspo"}),
         ("entropy_coef", {"skip_zero_advantage": True, "entropy_coef": 0.01}),
@@ -579,13 +577,8 @@ def test_options_are_refused_as_a_trainer_is_made(
     ):
         with pytest.raises(ValueError, match=option):
             build(tmp_path, **settings)
-    # An update has 256 responses with any number of processes.
     settings = world.WORLD["settings"] | trl_arguments(processes=1)
     published = GRPOConfig(str(tmp_path), **settings)
-    names = ("loss_type", "bf16", "top_entropy_quantile")
-    check_rules(
-        rules.RULES, arguments(**{name: getattr(published, name) for name in names})
-    )
     assert published.generation_batch_size == 256 and published.num_iterations == 4
 
 
