@@ -41,18 +41,22 @@ def expected(scripts: Sequence[Script] = RESPONSES) -> dict[str, list[float]]:
     }
 
 
+def by_turn(mask_T: np.ndarray, advantages: Sequence[float]) -> np.ndarray:
+    """Each turn's advantage on all of its tokens; 0 between, where the tools' tokens are."""
+    values_T = np.zeros(len(mask_T))
+    for (start, end), advantage in zip(runs(mask_T), advantages, strict=True):
+        values_T[start:end] = advantage
+    return values_T
+
+
 def assert_turns(
     ids: Any, mask: Any, values: Any, advantages: dict[str, list[float]]
 ) -> Script:
-    """That the turns of a response are the script's, and each has its advantage on all of its tokens, 0 between."""
+    """That the turns of a response are the script's, and each has its advantage."""
     ids, mask, values = (np.array(part) for part in (ids, mask, values))
     script = world.script_of(ids[: len(mask)].tolist(), RESPONSES)
-    turns = runs(mask)
-    assert [ids[start:end].tolist() for start, end in turns] == script.tokens
-    # Between the turns are the tools' tokens, which get 0.
-    expected_T = np.zeros(len(mask))
-    for (start, end), advantage in zip(turns, advantages[script.turns[0]], strict=True):
-        expected_T[start:end] = advantage
+    assert [ids[start:end].tolist() for start, end in runs(mask)] == script.tokens
+    expected_T = by_turn(mask, advantages[script.turns[0]])
     assert_allclose(values, expected_T, rtol=1e-5, atol=1e-6)
     return script
 
@@ -94,7 +98,7 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
         assert (turn_rewards, row.reward) == (list(script.rewards), script.outcome)
         # A tool answers after every turn but the last.
         assert len(row.labels.get("tool", [])) == len(script.turns) - 1
-        assert not row.received_T[~row.mask_T.astype(bool)].any()
+        assert not row.received_T[~row.mask_T].any()
         assert len(row.updates) == 2
         assert_allclose(row.by_update_KT[0], row.advantage_T, rtol=1e-3, atol=1e-5)
     assert report.main([str(tmp_path)]) == 0 and receipt([str(tmp_path)]) == 0
@@ -176,7 +180,7 @@ def test_conversations_that_end_at_the_limit(
     scripts = []
     written = []
     for row, full, script in zip(rows, complete, RESPONSES, strict=True):
-        mask_T = full.mask_T.astype(bool)[: len(row)]
+        mask_T = full.mask_T[: len(row)]
         turns = runs(mask_T)
         last = len(turns) - 1
         # The last turn is whole where its end token is there.
@@ -192,12 +196,9 @@ def test_conversations_that_end_at_the_limit(
     advantages = expected(scripts)
     for row, script, mask_T in zip(rows, scripts, written, strict=True):
         trains = not (masked and row.truncated)
-        assert row.mask_T.astype(bool).tolist() == (mask_T & trains).tolist()
-        for (start, end), advantage in zip(
-            runs(mask_T), advantages[script.turns[0]], strict=True
-        ):
-            values_K = row.advantage_T[start:end]
-            assert_allclose(values_K, advantage * trains, rtol=1e-5, atol=1e-6)
+        assert row.mask_T.tolist() == (mask_T & trains).tolist()
+        expected_T = by_turn(mask_T, advantages[script.turns[0]]) * trains
+        assert_allclose(row.advantage_T, expected_T, rtol=1e-5, atol=1e-6)
 
 
 def test_fields_that_are_refused(tmp_path: Path) -> None:
