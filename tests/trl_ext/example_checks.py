@@ -95,7 +95,7 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert output.rstrip().endswith("python -m grail_advantage.report out")
     report = open_run(folder / "out")
     rows = list(report.dump)
-    metrics = dict(report.metrics)
+    metrics = report.metrics
     assert [row.step for row in rows] == [1] * 32 + [2] * 32
     for row in rows:
         (gold,) = [gold for text, gold in GOLD.items() if text in row.prompt]
