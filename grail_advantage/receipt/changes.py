@@ -77,21 +77,21 @@ def changes(arrived: Arrived) -> Iterator[Change]:
 def _advantages(arrived: Arrived) -> Iterator[Change]:
     tokens = arrived.tokens
     own_NT = tokens.advantages
-    mask_NT = tokens.mask
-    yield 2, "rounded", "advantages of bf16", arrived.value(advantages=own_NT.bfloat16().double())
-    yield 5, "sign", "the sign is reversed", arrived.value(advantages=-own_NT)
-    yield 6, "sign", "all advantages are positive", arrived.value(advantages=own_NT.abs())
+    value = arrived.value
+    yield 2, "rounded", "advantages of bf16", value(advantages=own_NT.bfloat16().double())
+    yield 5, "sign", "the sign is reversed", value(advantages=-own_NT)
+    yield 6, "sign", "all advantages are positive", value(advantages=own_NT.abs())
     # As a host does that keeps one advantage a response.
-    mean_NT = torch.where(mask_NT, tokens.row_mean(own_NT), 0.0)
-    yield 8, "flattened", "one advantage for each response", arrived.value(advantages=mean_NT)
+    mean_NT = torch.where(tokens.mask, tokens.row_mean(own_NT), 0.0)
+    yield 8, "flattened", "one advantage for each response", value(advantages=mean_NT)
     # The advantage before weighting is not in the batch: a response's smallest size stands for it, a factor does the rest.
     least_N1 = torch.where(own_NT != 0, own_NT.abs(), torch.inf).amin(dim=1, keepdim=True)
     if (own_NT.abs() > 1.001 * least_N1).any():
         plain_NT = own_NT.sign() * least_N1.nan_to_num(0, 0, 0)
-        yield 8, "flattened", "token weights are left out", arrived.value(advantages=plain_NT)
+        yield 8, "flattened", "token weights are left out", value(advantages=plain_NT)
     for by, side in SIDES:
-        value_NT = arrived.value(advantages=_roll(own_NT, by), mask=_roll(mask_NT, by))
-        yield 8, "shifted", f"advantages and mask {side}", value_NT
+        moved_NT = value(advantages=_roll(own_NT, by), mask=_roll(tokens.mask, by))
+        yield 8, "shifted", f"advantages and mask {side}", moved_NT
 
 
 def _added(arrived: Arrived) -> Iterator[Change]:

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grail_advantage.receipt import Batch, Loss, Receipt, check
+from grail_advantage.receipt import Batch, Receipt, check
 from tests.core import receipt_loop
-from tests.core.receipt_loop import CLIP, MicroBatch, Rollout, changed, ppo, train
+from tests.core.receipt_loop import TOKEN_MEAN, MicroBatch, Rollout, changed, ppo, train
 
 B = 32
 T = 60
 Change = Callable[[MicroBatch], MicroBatch]
 Prepare = Callable[[Rollout, torch.Generator], Rollout]
 """Changes the batch, whose tokens the loop has counted, the policy or the plan."""
-LOSS = Loss("ppo", "clip", "token-mean", norm=float(T), options=CLIP)
+LOSS = replace(TOKEN_MEAN, norm=float(T))
 
 
 def put(**fields: Any) -> Change:

@@ -13,8 +13,7 @@ from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check
 
 RESPONSES = 8
 TOKENS = 12
-CLIP = {"low": 0.2, "high": 0.2}
-TOKEN_MEAN = Loss("ppo", "clip", "token-mean", options=CLIP)
+TOKEN_MEAN = Loss("ppo", "clip", "token-mean", options={"low": 0.2, "high": 0.2})
 Step = list[tuple[int, Tensor]]
 """The micro-batches of an optimiser step: rank and responses."""
 
