@@ -220,10 +220,6 @@ EVERY_RUN = (
 # --------------------------------------------------------------------------------------------------- with a method
 
 
-def _no_base(s: Settings) -> bool:
-    return s[BASE] not in ADV_ESTIMATOR_REGISTRY.keys() - {*TOKEN_BASES, *methods()}
-
-
 def _compares_rewards(s: MethodSettings) -> bool:
     """Whether the method makes its advantages of the rewards, and reads none of the base's."""
     return "rewards" in s.method.reads
@@ -323,7 +319,7 @@ RULES = (
     ),
     Rule(
         BASE,
-        _no_base,
+        lambda s: s[BASE] not in ADV_ESTIMATOR_REGISTRY.keys() - {*TOKEN_BASES, *methods()},
         "token weights multiply one advantage a response, by an estimator of verl's",
         f"choose one of {', '.join(BASES)}, or one that you register with verl's register_adv_est",
     ),

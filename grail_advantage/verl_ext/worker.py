@@ -90,8 +90,8 @@ class UpdateReader:
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             with self._attempt():
                 # The fields of verl's no_padding_2_padding(): a whole batch may hold far more.
-                kept = data.select(PLACES, "prompts", "responses", "attention_mask", strict=False)
-                readings.append((Gradient(model_output["log_probs"]), kept))
+                fields = data.select(PLACES, "prompts", "responses", "attention_mask", strict=False)
+                readings.append((Gradient(model_output["log_probs"]), fields))
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
         with self._attempt():

@@ -135,8 +135,6 @@ def tables_of(folder: Path, step: int) -> list[list[dict[str, Any]]]:
 
 CASES = [
     ("grail", "grpo", ""),
-    ("grail", "rloo", ""),
-    ("entropy", "grpo", ""),
     ("high_entropy", "rloo", ""),
     ("uniform", "grpo", ""),
     ("steer", "rloo", ""),
