@@ -11,17 +11,16 @@ continuations, P problems, N terms of a sum; 3 stands for all continuations and 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from bench.places import Label, Record, TokenAdvantages, record_of, step_means, token_advantages
+from bench.places import Label, Record, TokenAdvantages, record_of, rows_of, token_advantages
 from bench.statistics import Estimate, holm, jackknife, mean_of
 from bench.table import (
     CONTROLS,
@@ -36,7 +35,7 @@ from bench.table import (
     figures_of,
     kind_of,
 )
-from grail_advantage.dump import DumpRow, read_dump
+from grail_advantage.dump import DumpRow
 from grail_advantage.text_io import table
 
 # Steps before the answer of a response that is used
@@ -49,7 +48,9 @@ NOISE = "noise"
 PLANTED = "planted"
 BEYOND = "beyond place"
 COSINE = "cosine less uniform's"
-EFFECT = "effect"
+# Columns of a table of tokens or steps; no method's name has a space.
+TRUTH = ["credit by rollouts", "credit by one half", "credit by the other half"]
+CHANGE = "change of the log-probability"
 RULE = (
     f"'{FOLLOWS}': in incorrect responses beyond place, and in the cosine less uniform's, above 0, with p < {SIGNIFICANT} "
     f"after Holm's correction over all methods; '{NOTHING}' is no proof of nothing. Within: the correlation of step means "
@@ -65,34 +66,19 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A response with its values."""
 
     row: DumpRow
     advantage: float
     # Its steps before the answer; to blame is that of the largest significant loss
     label: Label
-    # Int; the step in J of every token, also in the answer, where label.step_T is -1
-    credit_step_T: np.ndarray
-    # By all continuations, and by either half of them
+    # By all continuations, and by either half of them; the answer's step, -1 in the label, is the last
     credit_3J: np.ndarray
     # M
     steps: int
     # Those of the folder, and the references
     methods: dict[str, TokenAdvantages]
-
-    @property
-    def problem(self) -> str:
-        return str(self.row.group)
-
-    @property
-    def credit_J(self) -> np.ndarray:
-        return self.credit_3J[0]
-
-    def by(self, name: str, advantage_T: np.ndarray) -> Case:
-        """With a further method."""
-        return replace(self, methods={**self.methods, name: TokenAdvantages(advantage_T)})
 
 
 def largest_loss(credit_M: np.ndarray, bits_JK: np.ndarray) -> int | None:
@@ -110,11 +96,11 @@ def largest_loss(credit_M: np.ndarray, bits_JK: np.ndarray) -> int | None:
     return step
 
 
-def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
-    """A response by this part of its continuations, with the references that know the advantage, the place or the kind."""
+def case_of(row: DumpRow, samples: int | None = None) -> Case:
+    """A response by its first continuations, with the references that know the advantage, the place or the kind."""
     values = row.labels["values"]
-    bits_JK = np.array([list(digits[part]) for digits in values["right"]]) == "1"
-    # Neither half is empty: bench values draws two or more, and report takes parts of two or more.
+    bits_JK = np.array([list(digits[:samples]) for digits in values["right"]]) == "1"
+    # Neither half is empty: bench values draws two or more, and report takes two or more of them.
     half = bits_JK.shape[1] // 2
     # Values 0.5 and 0.75 and the reward 0 give the credit 0.25 and -0.75.
     credits = [
@@ -123,27 +109,27 @@ def case_of(row: DumpRow, part: slice = slice(None)) -> Case:
     ]
     step_T = np.searchsorted(values["starts"][1:], np.arange(len(row)), side="right")
     # An answered response has its answer as the last step, which methods treat by their own rules.
-    steps = len(bits_JK) - int(values["answered"])
-    advantage = float(row.base_advantage_T[0])
-    blamed_step = None
-    if advantage < 0 and steps:
-        blamed_step = largest_loss(credits[0][:steps], bits_JK)
+    steps = len(bits_JK) - values["answered"]
+    step_T[step_T == steps] = -1
     kind_T = np.array([kind_of(piece) for piece in row.tokens])
+    advantage_T = row.base_advantage_T.astype(float)
+    blamed_step = None
+    if advantage_T[0] < 0 and steps:
+        blamed_step = largest_loss(credits[0][:steps], bits_JK)
     methods = token_advantages(row)
-    methods[BASE] = TokenAdvantages(np.full(len(row), advantage))
-    methods[EARLIER] = TokenAdvantages(advantage * np.arange(len(row), 0, -1))
-    methods[KIND] = TokenAdvantages(advantage * (kind_T == NUMBER))
-    label = Label(np.where(step_T < steps, step_T, -1), kind_T, blamed_step)
-    return Case(row, advantage, label, step_T, np.array(credits), steps, methods)
+    methods[BASE] = TokenAdvantages(advantage_T)
+    methods[EARLIER] = TokenAdvantages(advantage_T * np.arange(len(row), 0, -1))
+    methods[KIND] = TokenAdvantages(advantage_T * (kind_T == NUMBER))
+    label = Label(step_T, kind_T, blamed_step)
+    return Case(row, advantage_T[0], label, np.array(credits), steps, methods)
 
 
 def read(folder: Path) -> tuple[list[Case], Counter[str]]:
     """The responses that are used, and how many there are of each sort. ValueError: the folder cannot be used."""
-    dump = read_dump(folder)
     generator = np.random.default_rng(7)
     cases: list[Case] = []
     counts = Counter[str]()
-    for row in dump:
+    for row in rows_of(folder):
         if "values" not in row.labels:
             counts["without values"] += 1
             continue
@@ -159,32 +145,39 @@ def read(folder: Path) -> tuple[list[Case], Counter[str]]:
             counts[f"with fewer than {LEAST} steps"] += 1
         else:
             counts["incorrect" if case.advantage < 0 else "correct"] += 1
-            cases.append(case.by(NOISE, generator.normal(size=len(row))))
-    if dump.problems or not cases:
-        raise ValueError(
-            f"{folder}: {'; '.join(dump.problems) or f'no response with values can be used; {dict(counts)}'}"
-        )
+            case.methods[NOISE] = TokenAdvantages(generator.normal(size=len(row)))
+            cases.append(case)
+    if not cases:
+        raise ValueError(f"{folder}: no response with values can be used; {dict(counts)}")
     return cases, counts
 
 
-def jackknife_sums(cases: Sequence[Case], terms: Sequence[Sequence[float]]) -> np.ndarray:
-    """The sums of responses' N terms over all problems, then without each of them, (N, 1 + P), for
+def tokens_of(cases: Sequence[Case]) -> pd.DataFrame:
+    """A row a token, by its response and step: the credit of the step, the token's change, and each method's advantage."""
+    frames = {}
+    for case in cases:
+        columns = {name: advantages.advantage_T for name, advantages in case.methods.items()}
+        frame = pd.DataFrame(columns, index=case.label.step_T)
+        frame[TRUTH] = case.credit_3J[:, case.label.step_T].T
+        frame[CHANGE] = case.row.effect_T
+        frames[str(case.row.group), case.row.key, case.steps] = frame
+    return pd.concat(frames, names=["problem", "response", "steps", "step"])
+
+
+def jackknife_sums(*terms: pd.Series) -> np.ndarray:
+    """The sums of N terms over all problems, then without each of them, (N, 1 + P), for
     :func:`bench.statistics.jackknife`."""
-    sums_PN = pd.DataFrame(terms).groupby([case.problem for case in cases]).sum().to_numpy()
-    total_N = sums_PN.sum(axis=0)
-    return np.vstack([total_N, total_N - sums_PN]).T
+    sums_NP = np.array([term.groupby(level="problem").sum() for term in terms])
+    total_N1 = sums_NP.sum(axis=1, keepdims=True)
+    return np.hstack([total_N1, total_N1 - sums_NP])
 
 
-def correlation(
-    cases: Sequence[Case], values: Sequence[np.ndarray], credits: Sequence[np.ndarray]
-) -> np.ndarray:
-    """Of the values of responses with their credit and that by its halves, (3, ...), over all problems, then without each of
-    them, (1 + P,): 0 where nothing differs, NaN where the square of the credit is not above its noise."""
-    terms = []
-    for value, (credit, first, second) in zip(values, credits, strict=True):
-        # The product of the halves has no noise on average; the square of the credit would.
-        terms.append((value @ credit, value @ value, first @ second))
-    cross, norm, square_credit = jackknife_sums(cases, terms)
+def correlation(frame: pd.DataFrame, values: pd.Series) -> np.ndarray:
+    """Of the values with the credit in the same rows, over all problems, then without each of them, (1 + P,): 0 where nothing
+    differs, NaN where the square of the credit is not above its noise. Of tokens it is a cosine."""
+    credit, first, second = (frame[name] for name in TRUTH)
+    # The product of the halves has no noise on average; the square of the credit would.
+    cross, norm, square_credit = jackknife_sums(values * credit, values**2, first * second)
     # Each problem's: of 10 over all problems and 7 without the first, the first has 3.
     square = mean_of(square_credit[0] - square_credit[1:])
     if not (square.value > 0 and square.p < SIGNIFICANT):
@@ -195,53 +188,28 @@ def correlation(
     return np.where(norm > 1e-12, cross / np.sqrt(np.maximum(norm * square_credit, 1e-30)), 0.0)
 
 
-def cosine(cases: Sequence[Case], name: str) -> np.ndarray:
-    """:func:`correlation` of token advantages with the credit."""
-    values = [case.methods[name].advantage_T for case in cases]
-    return correlation(cases, values, [case.credit_3J[:, case.credit_step_T] for case in cases])
+def within(tokens: pd.DataFrame, name: str) -> list[Estimate]:
+    """The correlation of step means with the credit within responses, and of what place does not explain: what is left of
+    them less those of peers, their mean in other problems' responses of as many steps."""
+    # The step of the answer is -1.
+    columns = tokens[[name, *TRUTH]].drop(-1, level="step", errors="ignore")
+    means = columns.groupby(level=tokens.index.names).mean()
+    means -= means.groupby(level="response").transform("mean")
+    values = means[name]
+    at_place = values.groupby(level=["steps", "step"])
+    of_problem = values.groupby(level=["steps", "step", "problem"])
+    counts = at_place.transform("count") - of_problem.transform("count")
+    sums = at_place.transform("sum") - of_problem.transform("sum")
+    # Without a peer a response is compared with itself, and adds nothing.
+    beyond = (values - sums / counts).where(counts > 0, 0.0)
+    return [jackknife(correlation(means, part)) for part in (values, beyond)]
 
 
-def centred(values: np.ndarray) -> np.ndarray:
-    return values - values.mean(axis=-1, keepdims=True)
-
-
-def beyond_peers(cases: Sequence[Case], means: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Step means less those of peers: their mean in other problems' responses of as many steps."""
-    sums_by_steps = defaultdict[int, Any](float)
-    sums_by_problem = defaultdict[tuple[int, str], Any](float)
-    for case, mean_M in zip(cases, means, strict=True):
-        # Means 0.5 and -0.5 give 0.5, -0.5 and 1: the last number of a sum counts its responses.
-        terms = np.append(mean_M, 1)
-        sums_by_steps[case.steps] += terms
-        sums_by_problem[case.steps, case.problem] += terms
-    beyond = []
-    for case, mean_M in zip(cases, means, strict=True):
-        peers = sums_by_steps[case.steps] - sums_by_problem[case.steps, case.problem]
-        # Without a peer a response is compared with itself, and adds nothing.
-        peer_M = peers[:-1] / peers[-1] if peers[-1] else mean_M
-        beyond.append(mean_M - peer_M)
-    return beyond
-
-
-def within(cases: Sequence[Case], name: str) -> list[Estimate]:
-    """The correlation of step means with the credit within responses, and of what place does not explain."""
-    # The label has -1 in the answer, which step_means leaves out: these are M means, not J.
-    means = [
-        centred(step_means(case.methods[name].advantage_T, case.label.step_T)) for case in cases
-    ]
-    beyond = beyond_peers(cases, means)
-    credits = [centred(case.credit_3J[:, : case.steps]) for case in cases]
-    return [jackknife(correlation(cases, values, credits)) for values in (means, beyond)]
-
-
-def moved(cases: Sequence[Case], name: str) -> Estimate:
+def moved(tokens: pd.DataFrame, name: str) -> Estimate:
     """The share of the update's change of log-probabilities, by size, that went where a method's advantages point."""
-    terms = []
-    for case in cases:
-        change_T = np.nan_to_num(case.row.effect_T) * np.sign(case.methods[name].advantage_T)
-        # Changes +3, -1 and +2 under the advantages 1, 1 and 0: 3 of 4.
-        terms.append((change_T.clip(min=0).sum(), abs(change_T).sum()))
-    along, size = jackknife_sums(cases, terms)
+    change = tokens[CHANGE].fillna(0) * np.sign(tokens[name])
+    # Changes +3, -1 and +2 under the advantages 1, 1 and 0: 3 of 4.
+    along, size = jackknife_sums(change.clip(lower=0), change.abs())
     return jackknife(along / np.maximum(size, 1e-30))
 
 
@@ -251,34 +219,32 @@ def records_of(cases: Sequence[Case], name: str) -> list[Record]:
     for number, case in enumerate(cases):
         if case.advantage < 0:
             # Without a step to blame, a record is a control.
-            labels = [replace(case.label, step=None)]
-            if case.label.step is not None:
-                labels.append(case.label)
-            for label in labels:
+            for step in {None, case.label.step}:
+                label = case.label._replace(step=step)
                 records.append(record_of(case.row, case.methods[name], label, number))
     return records
 
 
 def figures(cases: Sequence[Case], names: Sequence[str]) -> dict[str, Figures]:
     """The figures of these methods, by the names of the table's columns."""
-    uniform = cosine(cases, BASE)
+    tokens = tokens_of(cases)
+    uniform = correlation(tokens, tokens[BASE])
     rows = {}
     for name in names:
         row = {}
         for outcome, sign in (("incorrect", -1), ("correct", 1)):
-            chosen = [case for case in cases if case.advantage * sign > 0]
-            if chosen:
+            chosen = tokens[tokens[BASE] * sign > 0]
+            if len(chosen):
                 row[f"within, {outcome}"], row[f"{BEYOND}, {outcome}"] = within(chosen, name)
         records = records_of(cases, name)
-        if not all(math.isnan(record.place) for record in records):
+        if records:
             loss_figures = figures_of(records, other_problems=True)
             row["AUROC, largest loss"] = loss_figures["AUROC"]
-            # All controls but that at equal place have a figure wherever there is a loss.
-            gains = [loss_figures[control] for control in CONTROLS if control in loss_figures]
-            row["least above a control"] = min(gains, key=lambda gain: gain.value)
-        row[COSINE] = jackknife(cosine(cases, name) - uniform)
+            # Estimates compare by their values; that at equal place, the last, may be NaN.
+            row["least above a control"] = min(loss_figures[control] for control in CONTROLS)
+        row[COSINE] = jackknife(correlation(tokens, tokens[name]) - uniform)
         if not any(case.row.effect_T is None for case in cases):
-            row[EFFECT] = moved(cases, name)
+            row["effect"] = moved(tokens, name)
         rows[name] = row
     return rows
 
@@ -303,16 +269,16 @@ def report(folder: Path) -> str:
     if half >= 2:
         planted = []
         for case in cases:
-            rest = case_of(case.row, slice(half, None))
-            planted_T = rest.credit_J[rest.credit_step_T]
-            planted.append(case_of(case.row, slice(half)).by(PLANTED, planted_T))
+            judged = case_of(case.row, half)
+            judged.methods[PLANTED] = TokenAdvantages(case.credit_3J[2, case.label.step_T])
+            planted.append(judged)
         rows.update(figures(planted, [PLANTED]))
     # The methods that every response has; case.methods would add the references.
     names = [
         name for name in cases[0].row.methods if all(name in case.row.methods for case in cases)
     ]
     method_rows = figures(cases, names)
-    problems = len({case.problem for case in cases})
+    problems = len({case.row.group for case in cases})
     words = dict.fromkeys(names, FEW)
     if problems >= FEWEST:
         words = verdicts(method_rows)
@@ -323,7 +289,9 @@ def report(folder: Path) -> str:
         column for column in rows[NOISE] if any(cell(row.get(column)) for row in rows.values())
     ]
     lines = [[name, words.get(name, ""), *cells(row, columns)] for name, row in rows.items()]
-    uniform_cosine = cell(jackknife(cosine(cases, BASE))) or "no credit above its noise"
+    tokens = tokens_of(cases)
+    uniform = jackknife(correlation(tokens, tokens[BASE]))
+    uniform_cosine = cell(uniform) or "no credit above its noise"
     losses = sum(case.label.step is not None for case in cases)
     sorts = "; ".join(f"{count} {sort}" for sort, count in counts.items())
     about = f"By values of {settings['model']}, K = {settings['samples']}, {problems} problems. {sorts}. "

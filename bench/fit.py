@@ -10,12 +10,14 @@ Shape suffixes: N tokens, T tokens of a response, F features, J steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
-from bench.credit import BASE, Case, cosine, read
+from bench.credit import BASE, TRUTH, Case, correlation, read, tokens_of
 from bench.statistics import jackknife
 from bench.table import FEWEST, cell
 from grail_advantage.dump import write_whole
@@ -24,65 +26,56 @@ from grail_advantage.text_io import say, table
 
 PARTS = 5
 RIDGE = 1.0  # on coefficients of features with a deviation of 1
-EVERYTHING = list(range(len(FEATURES)))
 PLACE = [FEATURES.index(name) for name in ("constant", "place", "is the answer")]
 
 
 def features_of(case: Case) -> np.ndarray:
-    """(J, F)."""
+    """Of the step of each token, (T, F)."""
     surprisal_T = np.nan_to_num(-case.row.old_log_prob_T.astype(float)).clip(min=0)
     entropy_T = np.nan_to_num(case.row.entropy_T.astype(float)).clip(min=0)
     starts = case.row.labels["values"]["starts"]
-    return features(surprisal_T, entropy_T, starts, len(starts) > case.steps)
+    features_JF = features(surprisal_T, entropy_T, starts, len(starts) > case.steps)
+    return features_JF[case.label.step_T]
 
 
-def ridge(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
-    """Coefficients (F,) of these features, 0 of the others; every token counts once."""
-    input_NF = np.concatenate(
-        [abs(case.advantage) * features_of(case)[case.credit_step_T][:, columns] for case in cases]
-    )
-    credit_N = np.concatenate([case.credit_J[case.credit_step_T] for case in cases])
+def ridge(tokens: pd.DataFrame, input_NF: np.ndarray, chosen_N: np.ndarray) -> np.ndarray:
+    """Coefficients, (F,), by the chosen tokens; each counts once."""
+    chosen_NF = input_NF[chosen_N]
     # Where all advantages have one size, the constant has the deviation 0.
-    deviation_F = input_NF.std(axis=0) + 1e-9
-    scaled_NF = input_NF / deviation_F
-    square_FF = scaled_NF.T @ scaled_NF + RIDGE * np.eye(len(columns))
-    coefficients = np.zeros(len(FEATURES))
-    coefficients[columns] = np.linalg.solve(square_FF, scaled_NF.T @ credit_N) / deviation_F
-    return coefficients
+    deviation_F = chosen_NF.std(axis=0) + 1e-9
+    scaled_NF = chosen_NF / deviation_F
+    square_FF = scaled_NF.T @ scaled_NF + RIDGE * np.eye(len(deviation_F))
+    return np.linalg.solve(square_FF, scaled_NF.T @ tokens[TRUTH[0]][chosen_N]) / deviation_F
 
 
-def predicted(cases: Sequence[Case], columns: list[int]) -> np.ndarray:
+def predicted(tokens: pd.DataFrame, input_NF: np.ndarray) -> np.ndarray:
     """The cosine of fits to the other parts' problems."""
     # By problem: a fit that has seen other responses to one would know its values.
-    parts = np.unique([case.problem for case in cases], return_inverse=True)[1] % PARTS
-    signs = [case.advantage > 0 for case in cases]
-    keys = list(zip(signs, parts.tolist(), strict=True))
-    fits = {}
-    for sign, part in set(keys):
-        rest = [
-            case for case, key in zip(cases, keys, strict=True) if key[0] == sign and key[1] != part
-        ]
-        fits[sign, part] = ridge(rest, columns)
-    fitted = []
-    for case, key in zip(cases, keys, strict=True):
-        credit_J = abs(case.advantage) * features_of(case) @ fits[key]
-        fitted.append(case.by("fitted", credit_J[case.credit_step_T]))
-    return cosine(fitted, "fitted")
+    part_N = pd.factorize(tokens.index.get_level_values("problem"), sort=True)[0] % PARTS
+    fitted = pd.Series(0.0, tokens.index)
+    for part, sign in itertools.product(range(PARTS), (-1, 1)):
+        is_sign_N = (tokens[BASE] * sign > 0).to_numpy()
+        coefficients = ridge(tokens, input_NF, is_sign_N & (part_N != part))
+        chosen_N = is_sign_N & (part_N == part)
+        fitted[chosen_N] = input_NF[chosen_N] @ coefficients
+    return correlation(tokens, fitted)
 
 
 def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
     """The fit, and the report on it. ValueError: it does not follow the credit of other problems."""
-    incorrect = [case for case in cases if case.advantage < 0]
-    correct = [case for case in cases if case.advantage > 0]
+    tokens = tokens_of(cases)
     # Each sign of the advantage has a fit of its own.
-    problems = min(len({case.problem for case in part}) for part in (incorrect, correct))
+    signs = [(tokens[BASE] * sign > 0).to_numpy() for sign in (-1, 1)]
+    problems = min(tokens.index[is_sign_N].unique("problem").size for is_sign_N in signs)
     if problems < FEWEST:
         raise ValueError(
             f"{origin}: {problems} problems have correct or incorrect responses with values; give {FEWEST} or more"
         )
-    by_fit = predicted(cases, EVERYTHING)
-    by_uniform = cosine(cases, BASE)
-    by_place = predicted(cases, PLACE)
+    features_NF = np.concatenate([features_of(case) for case in cases])
+    input_NF = abs(tokens[[BASE]].to_numpy()) * features_NF
+    by_fit = predicted(tokens, input_NF)
+    by_uniform = correlation(tokens, tokens[BASE])
+    by_place = predicted(tokens, input_NF[:, PLACE])
     gains = [jackknife(by_fit - by_other) for by_other in (by_uniform, by_place)]
     figures = [cell(jackknife(of_one)) for of_one in (by_fit, by_uniform, by_place)]
     summary = (
@@ -94,18 +87,18 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
         raise ValueError(
             f"{origin}: {summary}; not shown to be above both, so nothing is written; give more problems"
         )
-    features_NF = np.concatenate([features_of(case) for case in cases])
     settings = cases[0].row.labels["values"]["settings"]
+    incorrect, correct = (ridge(tokens, input_NF, is_sign_N).tolist() for is_sign_N in signs)
     result = Fit(
         features=FEATURES,
         separator=settings["separator"],
-        incorrect=ridge(incorrect, EVERYTHING).tolist(),
-        correct=ridge(correct, EVERYTHING).tolist(),
+        incorrect=incorrect,
+        correct=correct,
         lowest=features_NF.min(axis=0).tolist(),
         highest=features_NF.max(axis=0).tolist(),
         origin={"folder": origin, "responses": len(cases), "cosine": summary, "values": settings},
     )
-    triples = zip(FEATURES, result.incorrect, result.correct, strict=True)
+    triples = zip(FEATURES, incorrect, correct, strict=True)
     rows = [[name, f"{below:+.2f}", f"{above:+.2f}"] for name, below, above in triples]
     return result, "\n".join([summary, "", *table(["feature", "A < 0", "A > 0"], rows, right=1)])
 

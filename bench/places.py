@@ -12,20 +12,19 @@ Shape suffixes: T response tokens, N compared tokens, M steps, S shuffles.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from grail_advantage.dump import DumpRow
+from grail_advantage.dump import DumpRow, read_dump
 
 SHUFFLES = 20
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """A response by steps, and the step that should be blamed."""
 
     # Int; the step of each token, -1 for those that are not compared
@@ -36,8 +35,7 @@ class Label:
     step: int | None = None
 
 
-@dataclass(frozen=True)
-class TokenAdvantages:
+class TokenAdvantages(NamedTuple):
     """A method's advantages in a response."""
 
     advantage_T: np.ndarray
@@ -49,8 +47,7 @@ class TokenAdvantages:
 class Record(NamedTuple):
     """How a method blames a response's steps; the last four are NaN without a step to blame."""
 
-    key: str
-    problem: str
+    problem: int
     no_scores: str | None
     # Of each step, as if it were the one
     auroc_M: np.ndarray
@@ -62,15 +59,20 @@ class Record(NamedTuple):
     kinds: float = math.nan
 
 
-def step_means(values_T: np.ndarray, step_T: np.ndarray) -> np.ndarray:
-    """Mean value of each step, (M,), over the tokens with a step from 0 on."""
-    compared_T = step_T >= 0
-    return np.bincount(step_T[compared_T], values_T[compared_T]) / np.bincount(step_T[compared_T])
+def rows_of(folder: Path) -> list[DumpRow]:
+    """The responses of a folder. ValueError: one of its files cannot be read."""
+    dump = read_dump(folder)
+    rows = list(dump)
+    if dump.problems:
+        raise ValueError(f"{folder}: {'; '.join(dump.problems)}")
+    return rows
 
 
 def by_step(blame_T: np.ndarray, label: Label) -> np.ndarray:
     """AUROC of each step, (M,)."""
-    means_M = step_means(blame_T, label.step_T)
+    compared_T = label.step_T >= 0
+    step_N = label.step_T[compared_T]
+    means_M = np.bincount(step_N, blame_T[compared_T]) / np.bincount(step_N)
     # Equal values have means that differ by rounding.
     means_M = np.round(means_M / (np.abs(means_M).max() or 1), 9)
     # Means 2, 5, 5 have the ranks 1, 2.5, 2.5: above 0, 1.5 and 1.5 of the two others.
@@ -81,7 +83,7 @@ def record_of(row: DumpRow, advantages: TokenAdvantages, label: Label, number: i
     """A method's record; ``number`` of the response, from which the random numbers of the shuffles follow."""
     blame_T = -advantages.advantage_T
     auroc_M = by_step(blame_T, label)
-    record = Record(row.key, str(row.group), advantages.no_scores, auroc_M)
+    record = Record(row.group, advantages.no_scores, auroc_M)
     if label.step is None:
         return record
     # By the response's number, so that every method is shuffled alike.
@@ -95,14 +97,12 @@ def record_of(row: DumpRow, advantages: TokenAdvantages, label: Label, number: i
         shuffled_T = blame_T.copy()
         shuffled_T[moved_T] = blame_T[order[moved_T[order]]]
         shuffled_S[shuffle] = by_step(shuffled_T, label)[label.step]
-    kinds_T = blame_T.copy()
-    by_kind = pd.Series(blame_T[compared_T]).groupby(label.kind_T[compared_T])
-    kinds_T[compared_T] = by_kind.transform("mean")
+    by_kind = pd.Series(blame_T).where(compared_T).groupby(label.kind_T)
     return record._replace(
         place=label.step / (len(auroc_M) - 1),
         auroc=auroc_M[label.step],
         shuffled=shuffled_S.mean(),
-        kinds=by_step(kinds_T, label)[label.step],
+        kinds=by_step(by_kind.transform("mean"), label)[label.step],
     )
 
 

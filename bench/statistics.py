@@ -23,33 +23,29 @@ class Estimate(NamedTuple):
     @property
     def half(self) -> float:
         """Half of the 95 % interval by Student's distribution; nan where the error is not known."""
-        if self.count <= 1:
-            return math.nan
-        return float(stats.t.ppf(0.975, self.count - 1)) * self.error
+        return stats.t.ppf(0.975, self.count - 1) * self.error
 
     @property
     def p(self) -> float:
         """p-value of a mean of 0, two-sided; nan where the error is not known. 0 where all parts agree on another value."""
-        if self.count < 2 or math.isnan(self.error):
-            return math.nan
         if self.error == 0:
             return float(self.value == 0)
-        return float(2 * stats.t.sf(abs(self.value) / self.error, self.count - 1))
+        return 2 * stats.t.sf(abs(self.value) / self.error, self.count - 1)
 
 
 def mean_of(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
-    """Mean and standard error of the finite values; with clusters, of the clusters' means, which are independent."""
+    """Mean and standard error of the values that are not NaN; with clusters, of the clusters' means, which are independent."""
     series = pd.Series(np.asarray(values, dtype=float), index=clusters)
-    means = series[np.isfinite(series)].groupby(level=0).mean()
-    return Estimate(float(means.mean()), float(means.sem()), len(means))
+    means = series.dropna().groupby(level=0).mean()
+    return Estimate(means.mean(), means.sem(), len(means))
 
 
 def jackknife(values: np.ndarray) -> Estimate:
     """A figure over all of its independent parts, then without each of them, (1 + P,), with its standard error."""
-    parts = len(values) - 1
-    without = values[1:]
-    error = math.sqrt((parts - 1) / parts * ((without - without.mean()) ** 2).sum())
-    return Estimate(float(values[0]), error, parts)
+    without = pd.Series(values[1:])
+    # The sum of squares times (P - 1) / P; not known of a single part.
+    error = (len(without) - 1) * without.sem()
+    return Estimate(values[0], error, len(without))
 
 
 def above_controls(
@@ -75,14 +71,14 @@ def above_controls(
     variances = []
     # What each response adds to the mean gain: of the controls, by how much they are above the others of the same value.
     for parts, clusters in ((gain_W - gain_W.mean(), clusters_W), (gain_C, clusters_C)):
-        sums = pd.Series(parts / len(own_W)).groupby(list(clusters)).sum()
+        sums = pd.Series(parts / len(own_W)).groupby(clusters).sum()
         freedoms.append(max(1, len(sums) - 1))
         variances.append((sums**2).sum() * len(sums) / freedoms[-1])
     freedom = min(freedoms)
     # Welch and Satterthwaite's degrees of freedom, which are 0 / 0 without a variance
     if any(variances):
         freedom = sum(variances) ** 2 / (np.square(variances) / freedoms).sum()
-    return Estimate(float(gain_W.mean()), math.sqrt(sum(variances)), float(freedom) + 1)
+    return Estimate(gain_W.mean(), math.sqrt(sum(variances)), freedom + 1)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bench.places import Label, Record, TokenAdvantages, record_of, token_advantages
+from bench.places import Label, Record, TokenAdvantages, record_of, rows_of, token_advantages
 from bench.statistics import Estimate, above_controls, holm, mean_of
 from grail_advantage.analyze.command import record_in
 from grail_advantage.answers.missing import is_low
-from grail_advantage.dump import DumpRow, read_dump
+from grail_advantage.dump import DumpRow
 from grail_advantage.text_io import table
 
 # Problems below which nothing is said of a method, and controls of a response
@@ -43,8 +43,9 @@ RULE = (
     "± is half of a 95 % interval by problem. References know the place, the kind or the error, and are not in Holm's."
 )
 PLACE = "place alone"
+KIND = "kind alone"
+FIRST_ERROR = "first error"
 USED = ("errors", "controls")
-REFERENCES = (PLACE, "kind alone", "first error")
 NUMBER, WORD, SIGN, BLANK = range(4)
 
 
@@ -78,11 +79,10 @@ def label_of(row: DumpRow) -> Label | None:
     if "wrong_step" not in row.labels:
         return Label(step_T, kind_T)
     start, stop = row.labels["wrong_step"]
-    number = np.searchsorted(starts[1:], start, side="right")
     # A wrong step without a token cannot be blamed.
-    if start == stop or number not in numbers:
+    if start == stop or number_T[start] not in numbers:
         return None
-    return Label(step_T, kind_T, int(np.searchsorted(numbers, number)))
+    return Label(step_T, kind_T, int(np.searchsorted(numbers, number_T[start])))
 
 
 def sort_of(is_correct: bool | None, has_error: bool, has_answer: bool) -> str:
@@ -99,21 +99,14 @@ def sort_of(is_correct: bool | None, has_error: bool, has_answer: bool) -> str:
 def read(folder: Path) -> tuple[dict[str, list[Record]], Counter[str]]:
     """The figures of each response by method, and how many responses there are of each sort. ValueError: the folder is
     none of ``analyze``, or cannot be used."""
-    dump = read_dump(folder)
-    rows = [row for row in dump if "steps" in row.labels]
-    if dump.problems or not rows:
-        raise ValueError(
-            f"{folder}: {'; '.join(dump.problems) or 'no response is labelled; give the lines an error'}"
-        )
+    rows = [row for row in rows_of(folder) if "steps" in row.labels]
+    if not rows:
+        raise ValueError(f"{folder}: no response is labelled; give the lines an error")
     # Where hardly any response has an answer, the lines are of a task without one.
     needs_answer = not is_low(sum("answer" in row.labels for row in rows), len(rows))
     records: dict[str, list[Record]] = {}
-    keys = set()
     counts = Counter[str]()
     for number, row in enumerate(rows):
-        if row.key in keys:
-            raise ValueError(f"{folder}: two responses have the id {row.key}; give each its own")
-        keys.add(row.key)
         try:
             label = label_of(row)
         except (TypeError, ValueError, LookupError) as error:
@@ -126,21 +119,19 @@ def read(folder: Path) -> tuple[dict[str, list[Record]], Counter[str]]:
         if label is None and sort in USED:
             sort = "fewer than two steps to compare"
         counts[sort] += 1
-        if label is None or sort not in USED:
+        if sort not in USED:
             continue
         if (row.base_advantage_T != -1).any():
             raise ValueError(
                 f"{folder}: {row.key} has not the advantage -1; analyze with --advantages wrong"
             )
-        blames = (
-            np.arange(len(row), 0, -1.0),
-            label.kind_T == NUMBER,
-            (label.step_T == label.step) | (label.step is None),
-        )
-        by_method = {}
-        for name, blame_T in zip(REFERENCES, blames, strict=True):
-            by_method[name] = TokenAdvantages(-1.0 * blame_T)
-        by_method.update(token_advantages(row))
+        is_error_T = (label.step_T == label.step) | (label.step is None)
+        by_method = {
+            PLACE: TokenAdvantages(np.arange(-len(row), 0.0)),
+            KIND: TokenAdvantages(-1.0 * (label.kind_T == NUMBER)),
+            FIRST_ERROR: TokenAdvantages(-1.0 * is_error_T),
+            **token_advantages(row),
+        }
         for name, advantages in by_method.items():
             records.setdefault(name, []).append(record_of(row, advantages, label, number))
     if not counts["errors"]:
@@ -167,7 +158,6 @@ def figures_of(records: Sequence[Record], *, other_problems: bool = False) -> di
     controls = frame[frame["place"].isna()]
     auroc_W = errors["auroc"].to_numpy()
     problems_W = errors["problem"].to_numpy()
-    problems_C = controls["problem"].to_numpy()
     # Blame that falls from token to token: of five steps the second is above three of the four others, 1 - 1/4.
     by_control = {
         "shuffled": errors["shuffled"],
@@ -178,17 +168,20 @@ def figures_of(records: Sequence[Record], *, other_problems: bool = False) -> di
     figures = {
         "AUROC": mean_of(auroc_W, problems_W),
         "scored": mean_of(errors["no_scores"].isna()),
+        EQUAL_PLACE: Estimate(math.nan),
     }
     for control, values in by_control.items():
         # Rounding is no difference.
         figures[control] = mean_of(np.round(auroc_W - values, 9), problems_W)
     if controls.empty:
         return figures
-    at_WC = np.zeros((len(errors), len(controls)))
-    for column, auroc_M in enumerate(controls["auroc_M"]):
-        # The third of five steps is at 0.5, between the second and the third of four.
-        places_M = np.linspace(0, 1, len(auroc_M))
-        at_WC[:, column] = np.interp(errors["place"], places_M, auroc_M)
+    problems_C = controls["problem"].to_numpy()
+    # The third of five steps is at 0.5, between the second and the third of four.
+    at_CW = [
+        np.interp(errors["place"], np.linspace(0, 1, len(auroc_M)), auroc_M)
+        for auroc_M in controls["auroc_M"]
+    ]
+    at_WC = np.transpose(at_CW)
     steps_W = errors["auroc_M"].map(len).to_numpy(dtype=float)
     steps_C = controls["auroc_M"].map(len).to_numpy()
     apart_WC = np.abs(steps_W[:, None] - steps_C)
@@ -196,7 +189,7 @@ def figures_of(records: Sequence[Record], *, other_problems: bool = False) -> di
         apart_WC[problems_W[:, None] == problems_C] = np.inf
     nearest_W1 = np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
     at_WC[(apart_WC > nearest_W1) | np.isinf(apart_WC)] = math.nan
-    compared_W = np.isfinite(auroc_W) & np.isfinite(at_WC).any(axis=1)
+    compared_W = np.isfinite(at_WC).any(axis=1)
     if compared_W.any():
         figures[EQUAL_PLACE] = above_controls(
             auroc_W[compared_W], at_WC[compared_W], problems_W[compared_W], problems_C
@@ -213,7 +206,7 @@ def verdicts(
     for method, estimates in figures.items():
         auroc = estimates["AUROC"]
         failed = any(record.no_scores == "non-finite scores" for record in records[method])
-        gains = [estimates.get(control, Estimate(math.nan)) for control in CONTROLS]
+        gains = [estimates[control] for control in CONTROLS]
         if auroc.count < FEWEST:
             words[method] = FEW
         elif auroc.value == 0.5 and auroc.error == 0 and not failed:
@@ -226,9 +219,11 @@ def verdicts(
             p_values[method] = 1.0
             # Every control must hold, so the weakest counts, and one without a p-value holds nothing.
             if {np.sign(gain.value) for gain in gains} in ({1}, {-1}):
-                p_values[method] = np.nan_to_num([gain.p for gain in gains], nan=1.0).max()
+                p_values[method] = np.max([gain.p for gain in gains])
     # References are no hypotheses, and would make the correction stricter.
-    p_values.update(holm({name: p for name, p in p_values.items() if name not in REFERENCES}))
+    p_values.update(
+        holm({name: p for name, p in p_values.items() if name not in (PLACE, KIND, FIRST_ERROR)})
+    )
     for method, p in p_values.items():
         if p < SIGNIFICANT:
             words[method] = FINDS if figures[method]["shuffled"].value > 0 else SPARES
