@@ -8,8 +8,6 @@ python -m bench sample QUESTIONS OUT --model NAME   the model's own responses, b
 python -m bench values FILE OUT --model NAME        their steps' values, by continuations of the model
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ except ModuleNotFoundError as error:
         f"bench: {error}; run `pip install -e '.[bench]' -e packages/verl-cpu` in the clone"
     ) from error
 
-COMMANDS = {"convert": convert.main, "fit": fit.main, "sample": sample.main, "values": values.main}
+COMMANDS = {"convert": convert, "fit": fit, "sample": sample, "values": values}
 
 
 def report(folder: Path) -> str:
@@ -39,15 +37,14 @@ def report(folder: Path) -> str:
     return "\n\n".join(tables)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str]) -> None:
     """Run the command; SystemExit with a message for what the user can fix."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(0 if words else 2)
     try:
         if words[0] in COMMANDS:
-            COMMANDS[words[0]](words[1:])
+            COMMANDS[words[0]].main(words[1:])
         else:
             say(*report(Path(*words)).splitlines())
     except (ValueError, OSError) as error:
@@ -55,4 +52,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -5,8 +5,6 @@ record a line. It keeps errors and controls (:mod:`bench.table`) with a boxed an
 drawn at random once, so that any beginning is a sample.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -22,18 +20,13 @@ from grail_advantage.dump import write_whole
 BOX = " Please reason step by step, and put your final answer within \\boxed{}."
 
 
-def asked(text: str) -> list[dict[str, str]]:
-    """A question as messages."""
-    return [{"role": "user", "content": text}]
-
-
 def line_of(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Whether the bench can use a record, and as what, with its line; ``label`` is the first wrong step, -1 for none."""
     has_error = record["label"] >= 0
     is_correct = bool(record["final_answer_correct"])
     line = {
         "id": record["id"],
-        "prompt": asked(record["problem"] + BOX),
+        "prompt": [{"role": "user", "content": record["problem"] + BOX}],
         "steps": record["steps"],
         "error": record["label"] if has_error else None,
         "reward": float(is_correct),

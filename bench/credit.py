@@ -8,9 +8,6 @@ Shape suffixes: T response tokens, J steps of a response, M those before its ans
 continuations, P problems, N terms of a sum; 3 stands for all continuations and either half.
 """
 
-from __future__ import annotations
-
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,14 +17,14 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from bench.places import Label, Record, TokenAdvantages, record_of, rows_of, token_advantages
+from bench.places import Label, TokenAdvantages, record_of, rows_of, token_advantages
 from bench.statistics import Estimate, holm, jackknife, mean_of
 from bench.table import (
     CONTROLS,
     FEW,
     FEWEST,
+    KIND,
     NOTHING,
-    NUMBER,
     SIGNIFICANT,
     Figures,
     cell,
@@ -43,7 +40,6 @@ LEAST = 3
 FOLLOWS = "follows credit"
 BASE = "the response's advantage"
 EARLIER = "earlier first"
-KIND = "kind alone"
 NOISE = "noise"
 PLANTED = "planted"
 BEYOND = "beyond place"
@@ -119,7 +115,7 @@ def case_of(row: DumpRow, samples: int | None = None) -> Case:
     methods = token_advantages(row)
     methods[BASE] = TokenAdvantages(advantage_T)
     methods[EARLIER] = TokenAdvantages(advantage_T * np.arange(len(row), 0, -1))
-    methods[KIND] = TokenAdvantages(advantage_T * (kind_T == NUMBER))
+    methods[KIND] = TokenAdvantages(advantage_T * (kind_T == "number"))
     label = Label(step_T, kind_T, blamed_step)
     return Case(row, advantage_T[0], label, np.array(credits), steps, methods)
 
@@ -127,8 +123,8 @@ def case_of(row: DumpRow, samples: int | None = None) -> Case:
 def read(folder: Path) -> tuple[list[Case], Counter[str]]:
     """The responses that are used, and how many there are of each sort. ValueError: the folder cannot be used."""
     generator = np.random.default_rng(7)
-    cases: list[Case] = []
-    counts = Counter[str]()
+    cases = []
+    counts = Counter()
     for row in rows_of(folder):
         if "values" not in row.labels:
             counts["without values"] += 1
@@ -179,7 +175,7 @@ def correlation(frame: pd.DataFrame, values: pd.Series) -> np.ndarray:
     # The product of the halves has no noise on average; the square of the credit would.
     cross, norm, square_credit = jackknife_sums(values * credit, values**2, first * second)
     # Each problem's: of 10 over all problems and 7 without the first, the first has 3.
-    square = mean_of(square_credit[0] - square_credit[1:])
+    square = mean_of(pd.Series(square_credit[0] - square_credit[1:]))
     if not (square.value > 0 and square.p < SIGNIFICANT):
         return np.full(len(cross), np.nan)
     # The square is above 0 without any one problem, too: if the others' sum were 0 or less,
@@ -213,18 +209,6 @@ def moved(tokens: pd.DataFrame, name: str) -> Estimate:
     return jackknife(along / np.maximum(size, 1e-30))
 
 
-def records_of(cases: Sequence[Case], name: str) -> list[Record]:
-    """Of incorrect responses: those with a significant loss as errors, and all of them as controls at equal place."""
-    records = []
-    for number, case in enumerate(cases):
-        if case.advantage < 0:
-            # Without a step to blame, a record is a control.
-            for step in {None, case.label.step}:
-                label = case.label._replace(step=step)
-                records.append(record_of(case.row, case.methods[name], label, number))
-    return records
-
-
 def figures(cases: Sequence[Case], names: Sequence[str]) -> dict[str, Figures]:
     """The figures of these methods, by the names of the table's columns."""
     tokens = tokens_of(cases)
@@ -234,11 +218,14 @@ def figures(cases: Sequence[Case], names: Sequence[str]) -> dict[str, Figures]:
         row = {}
         for outcome, sign in (("incorrect", -1), ("correct", 1)):
             chosen = tokens[tokens[BASE] * sign > 0]
-            if len(chosen):
-                row[f"within, {outcome}"], row[f"{BEYOND}, {outcome}"] = within(chosen, name)
-        records = records_of(cases, name)
+            row[f"within, {outcome}"], row[f"{BEYOND}, {outcome}"] = within(chosen, name)
+        records = [
+            record_of(case.row, case.methods[name], case.label, number)
+            for number, case in enumerate(cases)
+            if case.advantage < 0
+        ]
         if records:
-            loss_figures = figures_of(records, other_problems=True)
+            loss_figures = figures_of(records, others_are_controls=True)
             row["AUROC, largest loss"] = loss_figures["AUROC"]
             # Estimates compare by their values; that at equal place, the last, may be NaN.
             row["least above a control"] = min(loss_figures[control] for control in CONTROLS)
@@ -253,7 +240,7 @@ def verdicts(rows: Mapping[str, Figures]) -> dict[str, str]:
     """By :data:`RULE`."""
     p_values = {}
     for name, row in rows.items():
-        pair = [row.get(f"{BEYOND}, incorrect", Estimate(math.nan)), row[COSINE]]
+        pair = [row[f"{BEYOND}, incorrect"], row[COSINE]]
         # Both must hold, so the weaker one counts.
         p_values[name] = max(estimate.p if estimate.value > 0 else 1.0 for estimate in pair)
     return {name: FOLLOWS if p < SIGNIFICANT else NOTHING for name, p in holm(p_values).items()}
@@ -273,23 +260,18 @@ def report(folder: Path) -> str:
             judged.methods[PLANTED] = TokenAdvantages(case.credit_3J[2, case.label.step_T])
             planted.append(judged)
         rows.update(figures(planted, [PLANTED]))
+    tokens = tokens_of(cases)
     # The methods that every response has; case.methods would add the references.
-    names = [
-        name for name in cases[0].row.methods if all(name in case.row.methods for case in cases)
-    ]
+    names = [name for name in cases[0].row.methods if tokens[name].notna().all()]
     method_rows = figures(cases, names)
     problems = len({case.row.group for case in cases})
     words = dict.fromkeys(names, FEW)
     if problems >= FEWEST:
         words = verdicts(method_rows)
     rows.update(method_rows)
-    # A column without any figure, such as of credit that is not above its noise, is left out. A row
-    # may lack a column: by 4 of 8 continuations, planted seldom has a significant loss.
-    columns = [
-        column for column in rows[NOISE] if any(cell(row.get(column)) for row in rows.values())
-    ]
+    # A column without any figure, such as of credit that is not above its noise, is left out.
+    columns = [column for column in rows[NOISE] if any(cell(row[column]) for row in rows.values())]
     lines = [[name, words.get(name, ""), *cells(row, columns)] for name, row in rows.items()]
-    tokens = tokens_of(cases)
     uniform = jackknife(correlation(tokens, tokens[BASE]))
     uniform_cosine = cell(uniform) or "no credit above its noise"
     losses = sum(case.label.step is not None for case in cases)

@@ -8,9 +8,6 @@ interval by problem.
 Shape suffixes: N tokens, T tokens of a response, F features, J steps.
 """
 
-from __future__ import annotations
-
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,20 +45,22 @@ def ridge(tokens: pd.DataFrame, input_NF: np.ndarray, chosen_N: np.ndarray) -> n
     return np.linalg.solve(square_FF, scaled_NF.T @ tokens[TRUTH[0]][chosen_N]) / deviation_F
 
 
-def predicted(tokens: pd.DataFrame, input_NF: np.ndarray) -> np.ndarray:
-    """The cosine of fits to the other parts' problems."""
+def predicted(
+    tokens: pd.DataFrame, input_NF: np.ndarray, signs: Sequence[np.ndarray]
+) -> np.ndarray:
+    """The cosine of fits to the other parts' problems, one for the tokens of each sign."""
     # By problem: a fit that has seen other responses to one would know its values.
     part_N = pd.factorize(tokens.index.get_level_values("problem"), sort=True)[0] % PARTS
     fitted = pd.Series(0.0, tokens.index)
-    for part, sign in itertools.product(range(PARTS), (-1, 1)):
-        is_sign_N = (tokens[BASE] * sign > 0).to_numpy()
-        coefficients = ridge(tokens, input_NF, is_sign_N & (part_N != part))
-        chosen_N = is_sign_N & (part_N == part)
-        fitted[chosen_N] = input_NF[chosen_N] @ coefficients
+    for is_sign_N in signs:
+        for part in range(PARTS):
+            coefficients = ridge(tokens, input_NF, is_sign_N & (part_N != part))
+            chosen_N = is_sign_N & (part_N == part)
+            fitted[chosen_N] = input_NF[chosen_N] @ coefficients
     return correlation(tokens, fitted)
 
 
-def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
+def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, list[str]]:
     """The fit, and the report on it. ValueError: it does not follow the credit of other problems."""
     tokens = tokens_of(cases)
     # Each sign of the advantage has a fit of its own.
@@ -73,9 +72,9 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
         )
     features_NF = np.concatenate([features_of(case) for case in cases])
     input_NF = abs(tokens[[BASE]].to_numpy()) * features_NF
-    by_fit = predicted(tokens, input_NF)
+    by_fit = predicted(tokens, input_NF, signs)
     by_uniform = correlation(tokens, tokens[BASE])
-    by_place = predicted(tokens, input_NF[:, PLACE])
+    by_place = predicted(tokens, input_NF[:, PLACE], signs)
     gains = [jackknife(by_fit - by_other) for by_other in (by_uniform, by_place)]
     figures = [cell(jackknife(of_one)) for of_one in (by_fit, by_uniform, by_place)]
     summary = (
@@ -100,7 +99,7 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, str]:
     )
     triples = zip(FEATURES, incorrect, correct, strict=True)
     rows = [[name, f"{below:+.2f}", f"{above:+.2f}"] for name, below, above in triples]
-    return result, "\n".join([summary, "", *table(["feature", "A < 0", "A > 0"], rows, right=1)])
+    return result, [summary, "", *table(["feature", "A < 0", "A > 0"], rows, right=1)]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -110,6 +109,6 @@ def main(arguments: Sequence[str]) -> None:
             "fit takes a folder of analyze and the file to write: python -m bench fit FOLDER OUT"
         )
     folder, out = map(Path, arguments)
-    result, text = fit(read(folder)[0], str(folder))
+    result, lines = fit(read(folder)[0], str(folder))
     write_whole(out, result.model_dump_json(indent=1))
-    say(*text.splitlines())
+    say(*lines)

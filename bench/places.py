@@ -6,10 +6,8 @@ and after it are left out, as many methods give these a weight of their own. Bes
 response's own blame shuffled among the tokens that the method scored, the mean blame of each token's kind in place of its
 own, and the same step of other solutions, at the same relative place (:mod:`bench.table`).
 
-Shape suffixes: T response tokens, N compared tokens, M steps, S shuffles.
+Shape suffixes: T response tokens, N compared tokens, M steps.
 """
-
-from __future__ import annotations
 
 import math
 from pathlib import Path
@@ -29,7 +27,7 @@ class Label(NamedTuple):
 
     # Int; the step of each token, -1 for those that are not compared
     step_T: np.ndarray
-    # Int; tokens of one kind have the same number
+    # A word for the kind of each token
     kind_T: np.ndarray
     # None: no step
     step: int | None = None
@@ -91,17 +89,17 @@ def record_of(row: DumpRow, advantages: TokenAdvantages, label: Label, number: i
     compared_T = label.step_T >= 0
     # Tokens without a score have a weight by rule, such as 1, which shuffling must not spread.
     moved_T = advantages.scored_T & compared_T
-    shuffled_S = np.zeros(SHUFFLES)
-    for shuffle in range(SHUFFLES):
-        order = np.argsort(generator.random(len(blame_T)))
+    shuffled = []
+    for _ in range(SHUFFLES):
+        order = np.argsort(generator.random(len(blame_T))[moved_T])
         shuffled_T = blame_T.copy()
-        shuffled_T[moved_T] = blame_T[order[moved_T[order]]]
-        shuffled_S[shuffle] = by_step(shuffled_T, label)[label.step]
+        shuffled_T[moved_T] = blame_T[moved_T][order]
+        shuffled.append(by_step(shuffled_T, label)[label.step])
     by_kind = pd.Series(blame_T).where(compared_T).groupby(label.kind_T)
     return record._replace(
         place=label.step / (len(auroc_M) - 1),
         auroc=auroc_M[label.step],
-        shuffled=shuffled_S.mean(),
+        shuffled=np.mean(shuffled),
         kinds=by_step(by_kind.transform("mean"), label)[label.step],
     )
 

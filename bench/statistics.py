@@ -1,9 +1,7 @@
 """Means with intervals, and paired comparisons."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +31,10 @@ class Estimate(NamedTuple):
         return 2 * stats.t.sf(abs(self.value) / self.error, self.count - 1)
 
 
-def mean_of(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
-    """Mean and standard error of the values that are not NaN; with clusters, of the clusters' means, which are independent."""
-    series = pd.Series(np.asarray(values, dtype=float), index=clusters)
-    means = series.dropna().groupby(level=0).mean()
+def mean_of(values: pd.Series) -> Estimate:
+    """Mean and standard error of the means of clusters, which are independent; the index says the cluster of each value.
+    NaN counts nowhere."""
+    means = values.groupby(level=0).mean().dropna()
     return Estimate(means.mean(), means.sem(), len(means))
 
 
@@ -48,30 +46,23 @@ def jackknife(values: np.ndarray) -> Estimate:
     return Estimate(values[0], error, len(without))
 
 
-def above_controls(
-    own_W: np.ndarray,
-    controls_WC: np.ndarray,
-    clusters_W: Sequence[Hashable],
-    clusters_C: Sequence[Hashable],
-) -> Estimate:
+def above_controls(own_W: pd.Series, controls_WC: pd.DataFrame) -> Estimate:
     """By how much values are above their controls; both samples' clusters are independent.
 
     Args:
-        own_W: values of W responses, all finite.
-        controls_WC: for each of them the value of each of C control responses at its place; nan where it is no control
-            of it. Every response has one.
-        clusters_W: problems of the responses, ``clusters_C`` of the controls.
+        own_W: values of W responses, all finite; the index says the cluster of each, such as its problem.
+        controls_WC: for each of them the value of each of C control responses at its place, by the same index and the
+            controls' clusters; NaN where it is no control of it. A response without any counts nowhere.
     """
-    counts_W1 = np.isfinite(controls_WC).sum(axis=1, keepdims=True)
-    means_W1 = np.nanmean(controls_WC, axis=1, keepdims=True)
+    means_W = controls_WC.mean(axis=1)
     # Equal figures differ by rounding, and a difference of 1e-17 would have a p-value.
-    gain_W = np.round(own_W - means_W1[:, 0], 9)
-    gain_C = np.round(np.nansum((controls_WC - means_W1) / counts_W1, axis=0), 9)
+    gain_W = (own_W - means_W).round(9).dropna()
+    parts_WC = controls_WC.sub(means_W, axis=0).div(controls_WC.count(axis=1), axis=0)
     freedoms = []
     variances = []
     # What each response adds to the mean gain: of the controls, by how much they are above the others of the same value.
-    for parts, clusters in ((gain_W - gain_W.mean(), clusters_W), (gain_C, clusters_C)):
-        sums = pd.Series(parts / len(own_W)).groupby(clusters).sum()
+    for parts in (gain_W - gain_W.mean(), parts_WC.sum().round(9)):
+        sums = (parts / len(gain_W)).groupby(level=0).sum()
         freedoms.append(max(1, len(sums) - 1))
         variances.append((sums**2).sum() * len(sums) / freedoms[-1])
     freedom = min(freedoms)

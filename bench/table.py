@@ -6,10 +6,8 @@ advantage -1, as if an incorrect answer had been sampled: where does the method 
 Shape suffixes: T response tokens, M steps, W errors, C controls.
 """
 
-from __future__ import annotations
-
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -46,19 +44,18 @@ PLACE = "place alone"
 KIND = "kind alone"
 FIRST_ERROR = "first error"
 USED = ("errors", "controls")
-NUMBER, WORD, SIGN, BLANK = range(4)
 
 
 Figures = Mapping[str, Estimate]
 """A method's figures, by name."""
 
 
-def kind_of(piece: str) -> int:
-    if any(character.isdigit() for character in piece):
-        return NUMBER
-    if any(character.isalpha() for character in piece):
-        return WORD
-    return SIGN if piece.strip() else BLANK
+def kind_of(piece: str) -> str:
+    if any(map(str.isdigit, piece)):
+        return "number"
+    if any(map(str.isalpha, piece)):
+        return "word"
+    return "sign" if piece.strip() else "blank"
 
 
 def label_of(row: DumpRow) -> Label | None:
@@ -104,8 +101,8 @@ def read(folder: Path) -> tuple[dict[str, list[Record]], Counter[str]]:
         raise ValueError(f"{folder}: no response is labelled; give the lines an error")
     # Where hardly any response has an answer, the lines are of a task without one.
     needs_answer = not is_low(sum("answer" in row.labels for row in rows), len(rows))
-    records: dict[str, list[Record]] = {}
-    counts = Counter[str]()
+    records = defaultdict(list)
+    counts = Counter()
     for number, row in enumerate(rows):
         try:
             label = label_of(row)
@@ -128,12 +125,12 @@ def read(folder: Path) -> tuple[dict[str, list[Record]], Counter[str]]:
         is_error_T = (label.step_T == label.step) | (label.step is None)
         by_method = {
             PLACE: TokenAdvantages(np.arange(-len(row), 0.0)),
-            KIND: TokenAdvantages(-1.0 * (label.kind_T == NUMBER)),
+            KIND: TokenAdvantages(-1.0 * (label.kind_T == "number")),
             FIRST_ERROR: TokenAdvantages(-1.0 * is_error_T),
             **token_advantages(row),
         }
         for name, advantages in by_method.items():
-            records.setdefault(name, []).append(record_of(row, advantages, label, number))
+            records[name].append(record_of(row, advantages, label, number))
     if not counts["errors"]:
         raise ValueError(
             f"{folder}: no incorrect solution has a first error and an answer; {dict(counts)}"
@@ -144,20 +141,19 @@ def read(folder: Path) -> tuple[dict[str, list[Record]], Counter[str]]:
     return complete, counts
 
 
-def figures_of(records: Sequence[Record], *, other_problems: bool = False) -> dict[str, Estimate]:
+def figures_of(records: Sequence[Record], *, others_are_controls: bool = False) -> Figures:
     """AUROC of the steps to blame, and by how much it is above each control. Records without such a step are controls at
     equal place: those nearest in number of steps, at least ``FEWEST``, as in a much longer one the place is between two
     steps, and a method that aims at a place would gain.
 
     Args:
         records: of a method.
-        other_problems: whether those of an error's own problem are no controls of it.
+        others_are_controls: whether those of other problems with such a step are controls, too, and none of an error's own
+            problem is.
     """
-    frame = pd.DataFrame(records)
+    frame = pd.DataFrame(records).set_index("problem")
     errors = frame[frame["place"].notna()]
-    controls = frame[frame["place"].isna()]
-    auroc_W = errors["auroc"].to_numpy()
-    problems_W = errors["problem"].to_numpy()
+    controls = frame if others_are_controls else frame[frame["place"].isna()]
     # Blame that falls from token to token: of five steps the second is above three of the four others, 1 - 1/4.
     by_control = {
         "shuffled": errors["shuffled"],
@@ -166,50 +162,42 @@ def figures_of(records: Sequence[Record], *, other_problems: bool = False) -> di
         "its kinds": errors["kinds"],
     }
     figures = {
-        "AUROC": mean_of(auroc_W, problems_W),
-        "scored": mean_of(errors["no_scores"].isna()),
+        "AUROC": mean_of(errors["auroc"]),
+        "scored": Estimate(errors["no_scores"].isna().mean()),
+        "failed": Estimate((errors["no_scores"] == "non-finite scores").mean()),
         EQUAL_PLACE: Estimate(math.nan),
     }
     for control, values in by_control.items():
         # Rounding is no difference.
-        figures[control] = mean_of(np.round(auroc_W - values, 9), problems_W)
+        figures[control] = mean_of((errors["auroc"] - values).round(9))
     if controls.empty:
         return figures
-    problems_C = controls["problem"].to_numpy()
     # The third of five steps is at 0.5, between the second and the third of four.
     at_CW = [
         np.interp(errors["place"], np.linspace(0, 1, len(auroc_M)), auroc_M)
         for auroc_M in controls["auroc_M"]
     ]
-    at_WC = np.transpose(at_CW)
-    steps_W = errors["auroc_M"].map(len).to_numpy(dtype=float)
-    steps_C = controls["auroc_M"].map(len).to_numpy()
-    apart_WC = np.abs(steps_W[:, None] - steps_C)
-    if other_problems:
-        apart_WC[problems_W[:, None] == problems_C] = np.inf
-    nearest_W1 = np.sort(apart_WC, axis=1)[:, [min(FEWEST, len(controls)) - 1]]
-    at_WC[(apart_WC > nearest_W1) | np.isinf(apart_WC)] = math.nan
-    compared_W = np.isfinite(at_WC).any(axis=1)
-    if compared_W.any():
-        figures[EQUAL_PLACE] = above_controls(
-            auroc_W[compared_W], at_WC[compared_W], problems_W[compared_W], problems_C
-        )
+    at_WC = pd.DataFrame(at_CW, controls.index, errors.index).T
+    steps_W1 = errors[["auroc_M"]].map(len).to_numpy(dtype=float)
+    apart_WC = np.abs(steps_W1 - controls["auroc_M"].map(len).to_numpy())
+    if others_are_controls:
+        apart_WC[errors.index.to_numpy()[:, None] == controls.index.to_numpy()] = math.nan
+    # Equal distances share the least of their ranks, and NaN has none.
+    is_near_WC = pd.DataFrame(apart_WC).rank(axis=1, method="min") <= FEWEST
+    figures[EQUAL_PLACE] = above_controls(errors["auroc"], at_WC.where(is_near_WC.to_numpy()))
     return figures
 
 
-def verdicts(
-    figures: Mapping[str, Figures], records: Mapping[str, Sequence[Record]]
-) -> dict[str, str]:
+def verdicts(figures: Mapping[str, Figures]) -> dict[str, str]:
     """The verdict on each method, by :data:`RULE`."""
     words = {}
     p_values = {}
     for method, estimates in figures.items():
         auroc = estimates["AUROC"]
-        failed = any(record.no_scores == "non-finite scores" for record in records[method])
         gains = [estimates[control] for control in CONTROLS]
         if auroc.count < FEWEST:
             words[method] = FEW
-        elif auroc.value == 0.5 and auroc.error == 0 and not failed:
+        elif auroc.value == 0.5 and auroc.error == estimates["failed"].value == 0:
             words[method] = ALIKE
         elif estimates["scored"].value < LEAST_SCORED:
             words[method] = UNSCORED
@@ -235,13 +223,13 @@ def report(folder: Path) -> str:
     records, counts = read(folder)
     about = record_in(folder)
     figures = {name: figures_of(entries) for name, entries in records.items()}
-    words = verdicts(figures, records)
+    words = verdicts(figures)
     rows = []
     for method, estimates in figures.items():
         scored = f"{100 * estimates['scored'].value:.0f}"
         rows.append([method, words[method], scored, *cells(estimates, ["AUROC", *CONTROLS])])
-    head = ["method", "verdict", "scored, %", "AUROC, first wrong step"]
-    head += [f"above {control}" for control in CONTROLS]
+    gains = [f"above {control}" for control in CONTROLS]
+    head = ["method", "verdict", "scored, %", "AUROC, first wrong step", *gains]
     sorts = "; ".join(f"{count} {sort}" for sort, count in counts.items())
     line = f"Read by {about.get('model', 'an unknown model')}. {sorts}."
     for name in about.get("methods", {}):
@@ -252,11 +240,11 @@ def report(folder: Path) -> str:
 
 def cells(estimates: Figures, columns: Sequence[str]) -> list[str]:
     """A row of a table; differences and correlations have a sign."""
-    return [cell(estimates.get(column), signed="AUROC" not in column) for column in columns]
+    return [cell(estimates[column], signed="AUROC" not in column) for column in columns]
 
 
-def cell(estimate: Estimate | None, signed: bool = False) -> str:
-    if estimate is None or math.isnan(estimate.value):
+def cell(estimate: Estimate, signed: bool = False) -> str:
+    if math.isnan(estimate.value):
         return ""
     text = f"{estimate.value:{'+' if signed else ''}.2f}"
     return text if math.isnan(estimate.half) else f"{text} ± {estimate.half:.2f}"

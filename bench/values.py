@@ -10,22 +10,12 @@ Continuations begin after token ids, never after a text, get what is left of ``-
 before them. Equal beginnings are drawn from once. The same command resumes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from bench.rollouts import (
-    drawer,
-    judge_of,
-    lines_in,
-    model_for,
-    parser_of,
-    settings_of,
-    write_lines,
-)
+from bench.rollouts import Line, begun, drawer, judge_of, model_for, parser_of, write_lines
 from grail_advantage.analyze.lines import Response, json_lines, read_responses
 from grail_advantage.analyze.tokens import tokenize
 from grail_advantage.answers.expressions import compile_expression
@@ -33,14 +23,6 @@ from grail_advantage.answers.format import BOXED, answer_format
 from grail_advantage.answers.span import find_generated_spans
 from grail_advantage.answers.text import TokenTexts
 from grail_advantage.methods.text import cut, starts_of_steps
-
-
-class Beginning(NamedTuple):
-    """Continuations of equal ones are drawn once."""
-
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
-    truth: str
 
 
 def check_rows(rows: Sequence[Response], length: int) -> None:
@@ -63,18 +45,20 @@ def check_rows(rows: Sequence[Response], length: int) -> None:
 def main(arguments: Sequence[str]) -> None:
     """``python -m bench values FILE OUT --model NAME --length N``; ValueError for lines or options that are not usable."""
     parser = parser_of("values", __doc__)
-    ends = "regular expression that ends a step (default: %(default)s)"
-    parser.add_argument("--separator", default=r"\n+", help=ends)
+    parser.add_argument(
+        "--separator",
+        default=r"\n+",
+        help="regular expression that ends a step (default: %(default)s)",
+    )
     parser.add_argument("--answer", default=BOXED.name, help="as of grail_advantage.analyze")
     options = parser.parse_args(arguments)
     if options.samples < 2:
         raise ValueError(
             "--samples must be at least 2: the noise is told by two halves of the continuations"
         )
-    settings = settings_of(options)
     rows = read_responses(options.file)
     check_rows(rows, options.length)
-    lines = lines_in(options.out, settings, "values")
+    settings, lines = begun(options, "values")
     if [line.get("id") for line in lines] != [row.id for row in rows[: len(lines)]]:
         raise ValueError(
             f"{options.out} does not hold the first lines of {options.file}; name another file"
@@ -83,48 +67,54 @@ def main(arguments: Sequence[str]) -> None:
     tokenizer, _ = model_for(options)
     texts = TokenTexts(tokenizer)
     separator = compile_expression(options.separator, "--separator")
-    judge = judge_of(options.reward)
+    judge = judge_of(options.reward, tokenizer)
     responses = [torch.tensor(row.response) for row in rows]
     spans = find_generated_spans(responses, tokenizer, "first", answer_format(options.answer))
     items = []
-    lines_of_file = json_lines(options.file)
-    for row, (_, record), response, span in zip(rows, lines_of_file, responses, spans, strict=True):
+    for row, (_, record), response, span in zip(
+        rows, json_lines(options.file), responses, spans, strict=True
+    ):
         ids_T = response.numpy()
         step_T, _ = cut(texts(ids_T), texts.have_bytes(ids_T), separator)
         starts = starts_of_steps(step_T, span)
         prompt = tuple(tokenize(row, tokenizer)[1])
+        ids = tuple(row.response)
         truth = str(row.ground_truth)
-        keys = [Beginning(prompt, tuple(row.response[:start]), truth) for start in starts]
-        values = {"starts": starts, "answered": span is not None, "settings": settings}
-        items.append((row, {**record, "id": row.id}, values, keys))
-    draw = drawer(options, "continuations", [keys[0].prompt for *_, keys in items])
-    digits: dict[Beginning, str] = {}
+        keys = [(prompt, ids[:start], truth) for start in starts]
+        reward = float(judge(ids, truth))
+        if row.reward is not None and (row.reward > 0) != reward:
+            raise ValueError(
+                f"{row.id} has the reward {row.reward:g}, not that of --reward; name the run's own"
+            )
+        values = {
+            "starts": starts,
+            "answered": span is not None,
+            "settings": settings,
+            "reward": reward,
+        }
+        items.append(({**record, "id": row.id, "reward": reward, "values": values}, keys))
+    draw = drawer(options, "continuations", [keys[0][0] for _, keys in items])
+    # By prompt, beginning of the response and ground truth; continuations of equal ones are drawn once.
+    digits = {}
 
-    def lines_of(batch: Sequence[Any]) -> Iterator[dict[str, Any]]:
-        new = {key: None for *_, keys in batch for key in keys if key not in digits}
+    def lines_of(batch: Sequence[Any]) -> Iterator[Line]:
+        new = {key: None for _, keys in batch for key in keys if key not in digits}
         # Sorted, as the sampler takes neighbours together.
-        beginnings = sorted(new, key=lambda key: len(key.prompt + key.response))
+        new_keys = sorted(new, key=lambda key: len(key[0] + key[1]))
         # Of 100 tokens, a beginning with 30 of the response leaves 70.
-        limits = [options.length - len(key.response) for key in beginnings]
-        drawn = draw([key.prompt + key.response for key in beginnings], limits)
-        for key, continuations in zip(beginnings, drawn, strict=True):
+        drawn = draw(
+            [
+                (prompt + response, options.length - len(response))
+                for prompt, response, _ in new_keys
+            ]
+        )
+        for key, continuations in zip(new_keys, drawn, strict=True):
             # A response is judged as a whole: its answer may be in front of the continuation.
-            wholes = [[*key.response, *continuation] for continuation in continuations]
-            whole_texts = tokenizer.batch_decode(wholes, skip_special_tokens=True)
-            digits[key] = "".join(str(int(judge(text, key.truth))) for text in whole_texts)
-        for row, record, values, keys in batch:
-            text = tokenizer.decode(row.response, skip_special_tokens=True)
-            is_right = judge(text, keys[0].truth)
-            if row.reward is not None and (row.reward > 0) != is_right:
-                raise ValueError(
-                    f"{row.id} has the reward {row.reward:g}, not that of --reward; name the run's own"
-                )
-            reward = float(is_right)
-            right = [digits[key] for key in keys]
-            yield {
-                **record,
-                "reward": reward,
-                "values": {**values, "right": right, "reward": reward},
-            }
+            _, response, truth = key
+            are_right = (judge(response + tuple(ids), truth) for ids in continuations)
+            digits[key] = "".join(str(int(is_right)) for is_right in are_right)
+        for line, keys in batch:
+            line["values"]["right"] = [digits[key] for key in keys]
+            yield line
 
     write_lines(options.out, lines, items[len(lines) :], lines_of)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.rollouts import _with_torch, parser_of, seed_of
+from bench.rollouts import drawer, parser_of, seed_of
 from grail_advantage.analyze.models import model_of
 from verl_cpu.tiny.sampling import TOGETHER, prompt_ids, sample
 from verl_cpu.tiny.task import compute_score, random_problems
@@ -65,11 +65,11 @@ def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]) -> None:
     # One goes on from some tokens of a response, and two have fewer left than the others.
     prefixes[1] += (20, 10, 22)
     limits = [64, 61, 64, 5, 64]
-    drawn = _with_torch(model, tokenizer, options, "x", prefixes, limits)
-    again = _with_torch(model, tokenizer, options, "x", prefixes[::-1], limits[::-1])[::-1]
-    assert drawn == again and drawn != _with_torch(
-        model, tokenizer, options, "y", prefixes, limits
-    )
+    beginnings = list(zip(prefixes, limits, strict=True))
+    draw = drawer(options, "x", prefixes)
+    drawn = draw(beginnings)
+    assert drawn == draw(beginnings[::-1])[::-1]
+    assert drawn != drawer(options, "y", prefixes)(beginnings)
     for prefix, longest, responses in zip(prefixes, limits, drawn, strict=True):
         numbers = np.random.default_rng(seed_of("x", prefix)).random((3, 64))[:, :longest]
         assert responses == sample(model, tokenizer, [list(prefix)] * 3, numbers)

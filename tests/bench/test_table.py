@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -170,8 +171,8 @@ def summary(folder: Path) -> tuple[dict[str, list[Record]], dict[str, table.Figu
 
 
 def test_planted_methods_get_their_verdicts(folder: Path) -> None:
-    records, figures = summary(folder)
-    assert table.verdicts(figures, records) == {
+    _, figures = summary(folder)
+    assert table.verdicts(figures) == {
         **dict.fromkeys(("first error", "perfect", "faint", "answers"), FINDS),
         **dict.fromkeys(("flipped", "praise"), SPARES),
         **dict.fromkeys(("place alone", "earlier", "usual_place"), PLACED),
@@ -252,8 +253,9 @@ def test_intervals_above_controls_hold_the_truth() -> None:
         apart_WC = rng.random((40, 30)) < 0.5
         apart_WC[:, 0] = False
         matrix_WC = np.where(apart_WC, np.nan, controls_C)
+        problems_W = np.repeat(np.arange(20), 2)
         gain = above_controls(
-            own_W, matrix_WC, list(np.repeat(np.arange(20), 2)), list(range(30))
+            pd.Series(own_W, problems_W), pd.DataFrame(matrix_WC, problems_W)
         )
         covered.append(abs(gain.value - 0.1) <= gain.half)
     assert 0.92 < np.mean(covered) < 0.98
@@ -289,7 +291,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
         "correct in spite of an error": 1,
     }
     # The second of three steps is at 0.5, and the third solution has no error.
-    places = {record.key: record.place for record in records[table.PLACE]}
-    assert places == pytest.approx({"1": 0.5, "2": 0.5, "3": np.nan}, nan_ok=True)
+    places = [record.place for record in records[table.PLACE]]
+    assert places == pytest.approx([0.5, 0.5, np.nan], nan_ok=True)
     _, figures = summary(folder)
-    assert table.verdicts(figures, records)["noise"] == table.FEW
+    assert table.verdicts(figures)["noise"] == table.FEW
