@@ -13,13 +13,14 @@ Markdown table.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks import timer
 from benchmarks.setup import SETUPS, prepare_process
@@ -27,9 +28,6 @@ from grail_advantage.method import build, methods
 
 if TYPE_CHECKING:
     from benchmarks.verl_host import VerlHost
-
-    # By numbers of responses: scored, and without advantage
-    HostOf = Callable[..., VerlHost]
 
 BASELINE = "uniform"
 GRPO = "GRPO"
@@ -100,7 +98,7 @@ def run_step(host: VerlHost, variant: Variant) -> Seconds:
     return Seconds(forward, host.pass_seconds, weights, update)
 
 
-def run_variants(host: VerlHost, repeats: int, epochs: int) -> dict[str, dict[str, list[float]]]:
+def run_variants(host: VerlHost, repeats: int, epochs: int) -> timer.Table:
     """Steps of all variants in turn: their seconds, and multiples of GRPO's of the same repeat."""
     runs = {name: partial(run_step, host, variant) for name, variant in VARIANTS.items()}
     steps = timer.in_turn(runs, repeats)
@@ -115,7 +113,7 @@ def run_variants(host: VerlHost, repeats: int, epochs: int) -> dict[str, dict[st
     return figures
 
 
-def stage_peaks(host: VerlHost) -> dict[str, dict[str, float]]:
+def stage_peaks(host: VerlHost) -> timer.Table:
     """The peak of memory of each stage of a step that runs every response, once the optimiser has its state."""
     grail = build("grail")
     advantages_BT = host.base_advantages()
@@ -130,24 +128,27 @@ def stage_peaks(host: VerlHost) -> dict[str, dict[str, float]]:
     }
 
 
-def compared(repeats: Mapping[str, Sequence[Seconds]]) -> dict[str, dict[str, Any]]:
+def compared(repeats: Mapping[str, Sequence[Seconds]]) -> timer.Table:
     """For each method the ``forwards`` over the batch that it adds, in each repeat, and the ``ratio`` of its step to the
     baseline's, put together from medians: the old log-probabilities and the update are the same work in every step."""
-    steps = [step for steps in repeats.values() for step in steps]
+    steps = list(itertools.chain(*repeats.values()))
     forward = median(step.forward for step in steps)
     shared = forward + median(step.update for step in steps)
-    added = {name: [step.scores + step.weights for step in repeats[name]] for name in repeats}
+    added = {}
+    for name, steps in repeats.items():
+        added[name] = [step.scores + step.weights for step in steps]
     # A forward of 2 s, an update of 6 s and 0.8 s added: 0.4 forwards, and 1.1 times the baseline's 8 s.
     baseline = shared + median(added[BASELINE])
-    figures: dict[str, dict[str, Any]] = {}
+    figures = {}
     for name, seconds in added.items():
         forwards = [value / forward for value in seconds]
         figures[name] = {"forwards": forwards, "ratio": (shared + median(seconds)) / baseline}
     return figures
 
 
-def of_methods(host_of: HostOf, rows: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """The figures of ``methods``; ``rows`` among them is how many responses are scored."""
+def of_methods(host_of: Callable, rows: int, repeats: int) -> timer.Table:
+    """The figures of ``methods``; ``rows`` among them is how many responses are scored. ``host_of`` makes a host by numbers
+    of responses: scored, and without advantage."""
     host = host_of(round(SELECTED * rows))
     names = [name for name in methods() if name not in UNMEASURED]
     runs = {name: partial(run_step, host, Variant(name)) for name in names}
@@ -158,7 +159,7 @@ def of_methods(host_of: HostOf, rows: int, repeats: int) -> dict[str, dict[str, 
     }
 
 
-def of_zero_advantage(host_of: HostOf, rows: int, repeats: int) -> dict[str, dict[str, Any]]:
+def of_zero_advantage(host_of: Callable, rows: int, repeats: int) -> timer.Table:
     """The figures of ``zero_advantage``."""
     figures = {}
     for share in ZERO_ADVANTAGE:
@@ -169,7 +170,7 @@ def of_zero_advantage(host_of: HostOf, rows: int, repeats: int) -> dict[str, dic
     return figures
 
 
-def of_stages(host_of: HostOf, rows: int, repeats: int) -> dict[str, dict[str, Any]]:
+def of_stages(host_of: Callable, rows: int, repeats: int) -> timer.Table:
     """The figures of ``stages``."""
     host = host_of(round(SELECTED * rows))
     # The optimiser has its state from the first update on.
@@ -185,16 +186,20 @@ def main() -> None:
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--setup", choices=SETUPS, default="cpu")
     parser.add_argument("--repeats", type=int, default=3)
-    file = "file for the figures; docs/methods.md has results/methods-cpu.json"
-    parser.add_argument("--json", type=Path, help=file)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file for the figures; docs/methods.md has results/methods-cpu.json",
+    )
     args = parser.parse_args()
     setup = SETUPS[args.setup]
     prepare_process(setup.device)
     # verl reads the environment when it is imported.
     from benchmarks.verl_host import VerlHost, default_actor, make_worker
 
-    command = f"python -m benchmarks.bench_training_step {' '.join(sys.argv[1:])}"
-    origin = timer.origin(setup.device, command)
+    origin = timer.origin(
+        setup.device, f"python -m benchmarks.bench_training_step {' '.join(sys.argv[1:])}"
+    )
     worker = make_worker(setup, False, default_actor(setup))
     host_of = lambda *counts: VerlHost(worker, setup.rollouts(*counts))  # noqa: E731
     figures = kinds[args.what](host_of, setup.rows, args.repeats)

@@ -1,21 +1,20 @@
 """What the benchmarks run: models of published shapes with random weights, which take the time and memory of trained ones,
 and responses of random words; and what verl needs in a process before its import. Needs torch, transformers, pydantic."""
 
-from __future__ import annotations
-
 import gc
 import os
-import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from grail_advantage import Example
 from grail_advantage.data import Rollouts
 from verl_cpu.tiny.model import build_tokenizer
 
+FLASH_ATTN = find_spec("flash_attn") is not None
 # The end of a response
 ANSWER = r"\boxed{42}"
 # The words after it
@@ -32,8 +31,9 @@ NAMES = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
 )
-NAMES += ("num_key_value_heads", "head_dim")
 SHAPES = {name: dict(zip(NAMES, sizes, strict=True)) for name, sizes in SIZES.items()}
 """Options of ``Qwen3Config`` by the shape's name."""
 
@@ -55,7 +55,7 @@ class Setup:
     micro_batch_rows: int
     dtype: torch.dtype = torch.float32
     # Else padded
-    packed: bool = find_spec("flash_attn") is not None
+    packed: bool = FLASH_ATTN
 
     @property
     def attention(self) -> str:
@@ -71,9 +71,8 @@ class Setup:
         first = len(tokenizer)
         tokenizer.add_tokens([f"w{index}" for index in range(first, vocabulary)])
         answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
-        size = (rows, self.tokens)
         generator = torch.Generator().manual_seed(0)
-        ids_BL = torch.randint(first, vocabulary, size, generator=generator)
+        ids_BL = torch.randint(first, vocabulary, (rows, self.tokens), generator=generator)
         ids_BL[:, -AFTER_ANSWER - len(answer) : -AFTER_ANSWER] = answer
         right = rows - selected - zero_advantage
         advantages_B = torch.tensor([-0.5] * selected + [0.5] * right + [0.0] * zero_advantage)
@@ -107,16 +106,19 @@ SETUPS = {
 def prepare_process(device: str) -> None:
     """Threads, and what verl's worker reads from the environment."""
     torch.set_num_threads(1)
-    # A port that is free, as several processes of this kind may run.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(
-        ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TOKENIZERS_PARALLELISM="false"
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        # As several processes of this kind may run
+        MASTER_PORT=str(get_free_port()),
+        TOKENIZERS_PARALLELISM="false",
     )
     # It talks to itself
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | os.environ)
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     if device == "cpu":
         os.environ["VERL_PLATFORM"] = "cpu"
 

@@ -1,7 +1,5 @@
 """The one timer: variants run in turn and are quoted as ratios; with the peak of memory, and where and how it ran."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -21,6 +19,8 @@ import torch
 
 from grail_advantage import text_io
 
+Table = Mapping[str, Mapping[str, Any]]
+"""Figures by row and column."""
 PACKAGES = ("torch", "transformers", "verl", "trl", "flash-attn", "numpy")
 
 
@@ -44,7 +44,7 @@ def in_turn(variants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
     """Run every variant once a repeat, one after the other, each repeat starting with another one, so that load and
     drift fall on all alike. One call of each comes first, whose result is dropped. Returns each variant's results."""
     names = list(variants)
-    results: dict[str, list[Any]] = {name: [] for name in names}
+    results = {name: [] for name in names}
     for repeat in range(-1, repeats):
         # Of a, b and c the repeats are abc (dropped), abc, bca, cab.
         shift = max(0, repeat) % len(names)
@@ -54,22 +54,21 @@ def in_turn(variants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
     return {name: of_variant[1:] for name, of_variant in results.items()}
 
 
-def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def table(rows: Table) -> list[str]:
     """Lines of a Markdown table: by row and column a number, a text, or several numbers, of which it has the median, the
     lowest and the highest."""
-    columns = list(dict.fromkeys(column for of_row in rows.values() for column in of_row))
-    cells = [
-        [label, *(cell(of_row.get(column, "")) for column in columns)]
-        for label, of_row in rows.items()
-    ]
-    return text_io.table(["", *columns], cells, right=1)
+    columns = list(dict.fromkeys(itertools.chain(*rows.values())))
+    lines = []
+    for label, figures in rows.items():
+        lines.append([label, *(cell(figures.get(column, "")) for column in columns)])
+    return text_io.table(["", *columns], lines, right=1)
 
 
 def cell(value: Any) -> str:
-    if isinstance(value, list) and len(value) == 1:
-        return cell(value[0])
     if isinstance(value, list):
-        return f"{cell(median(value))} ({cell(min(value))} to {cell(max(value))})"
+        if len(value) > 1:
+            return f"{cell(median(value))} ({cell(min(value))} to {cell(max(value))})"
+        value = value[0]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

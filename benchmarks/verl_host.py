@@ -6,8 +6,6 @@ method's pass, the weights, and the actor update (``train_mini_batch``, verl's P
 Imports verl, so :func:`benchmarks.setup.prepare_process` goes first. Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -74,10 +72,10 @@ def make_worker(
     """verl's training worker with this project's extension, as the trainer builds it for the actor, around a model with
     random weights of the set-up's shape; layout, attention and micro-batches are the set-up's, too."""
     engine = actor.engine
-    budget = setup.micro_batch_rows * setup.tokens
     engine.use_remove_padding = setup.packed
     engine.use_dynamic_bsz = True
-    engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = budget
+    engine.max_token_len_per_gpu = setup.micro_batch_rows * setup.tokens
+    engine.infer_max_token_len_per_gpu = engine.max_token_len_per_gpu
     with tempfile.TemporaryDirectory() as folder:
         random_model(setup.shape, setup.device, setup.dtype).save_pretrained(folder)
         release()
@@ -108,8 +106,9 @@ class VerlHost:
         self.worker = worker
         self.engine = worker.engine
         self._rollouts = rollouts
-        self.device = "cpu" if get_device_name() == "cpu" else "cuda"
-        self._output: dict[str, torch.Tensor] = {}
+        self.device = get_device_name()
+        # Of the latest call of forward()
+        self._output = {}
         # Of the latest call of scores()
         self.pass_seconds = 0.0
 
@@ -119,9 +118,12 @@ class VerlHost:
 
     def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
         fields = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}
-        mask = nested(list(self._rollouts.mask))
-        columns = {name: response_from_nested(self._output[fields[name]], mask) for name in names}
-        return {name: column.to_padded_tensor(0.0).float() for name, column in columns.items()}
+        mask = nested(self._rollouts.mask)
+        columns = {}
+        for name in names:
+            column = response_from_nested(self._output[fields[name]], mask)
+            columns[name] = column.to_padded_tensor(0.0).float()
+        return columns
 
     def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
         start = timer.now(self.device)
@@ -135,12 +137,11 @@ class VerlHost:
         """The forward that every method runs: log-probabilities and entropies of all responses."""
         data = self._model_batch()
         tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
-        output = self.worker.infer_batch(data)
-        self._output = output
+        self._output = self.worker.infer_batch(data)
 
     def base_advantages(self) -> torch.Tensor:
         """GRPO's: one advantage a response on all its tokens, (B, T)."""
-        return self._rollouts.advantages.unsqueeze(1).expand(self._rollouts.mask.shape).contiguous()
+        return self._rollouts.advantages.unsqueeze(1).expand(self._rollouts.mask.shape)
 
     def update(
         self, advantages_BT: torch.Tensor, *, skipping: bool = False, reusing: bool = False
@@ -153,10 +154,10 @@ class VerlHost:
         """
         rollouts = self._rollouts
         data = self._model_batch()
-        data["prompts"] = nested(list(rollouts.prompts))
-        data["responses"] = nested(list(rollouts.responses))
-        data["response_mask"] = nested(list(rollouts.mask))
-        data["advantages"] = nested(list(advantages_BT))
+        data["prompts"] = nested(rollouts.prompts)
+        data["responses"] = nested(rollouts.responses)
+        data["response_mask"] = nested(rollouts.mask)
+        data["advantages"] = nested(advantages_BT)
         settings = {LEAVE_OUT: True} if skipping else {}
         if reusing:
             settings[REUSE] = True
@@ -186,14 +187,13 @@ class VerlHost:
 
     def _model_batch(self) -> TensorDict:
         rollouts = self._rollouts
+        tokens = list(map(torch.cat, zip(rollouts.prompts, rollouts.responses, strict=True)))
+        # All have one length.
+        places = [torch.arange(rollouts.padded_length)] * len(rollouts)
         prompt = len(rollouts.prompts[0])
-        length = rollouts.padded_length
-        tokens = [
-            torch.cat(of_row) for of_row in zip(rollouts.prompts, rollouts.responses, strict=True)
-        ]
         inputs = {
             "input_ids": nested(tokens),
-            "position_ids": nested([torch.arange(length) for _ in tokens]),
-            "loss_mask": nested([torch.arange(length) >= prompt for _ in tokens]),
+            "position_ids": nested(places),
+            "loss_mask": nested([places_L >= prompt for places_L in places]),
         }
         return tu.get_tensordict(inputs, non_tensor_dict={"temperature": 1.0})

@@ -1,15 +1,12 @@
 """Run one part of the GPU check: ``python -m benchmarks.gpu_check PART``; ``scripts/gpu_check.sh`` limits its time."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +29,7 @@ class Outcome:
 
     def __init__(self, path: Path, *head: str) -> None:
         self.path = path
-        self.statuses = set[str]()
+        self.statuses = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("", encoding="utf-8")
         self._say(*head, "")
@@ -43,7 +40,7 @@ class Outcome:
         self.statuses.add(status)
         self._say(f"- {status}: {name} ({detail})")
 
-    def figures(self, name: str, rows: Mapping[str, Mapping[str, Any]], note: str = "") -> None:
+    def figures(self, name: str, rows: timer.Table, note: str = "") -> None:
         """Something measured that has no limit, as a :func:`benchmarks.timer.table`."""
         self._say("", f"{name}. {note}".strip(), "", *timer.table(rows), "")
 
@@ -80,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "part",
         choices=PARTS,
-        help="; ".join(f"{name}: {module_title[1]}" for name, module_title in PARTS.items()),
+        help="; ".join(f"{name}: {title}" for name, (_, title) in PARTS.items()),
     )
     parser.add_argument(
         "--dry", action="store_true", help="on the CPU at toy size; times mean nothing"

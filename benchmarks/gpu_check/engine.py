@@ -5,12 +5,9 @@ verl. GRPO, ``uniform`` and GRAIL run in turn on one engine, the latter two with
 and with old log-probabilities of a forward of their own or of the update's.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,10 +16,10 @@ import yaml
 
 from benchmarks import timer
 from benchmarks.bench_training_step import ONE_EPOCH, run_variants, stage_peaks
-from benchmarks.gpu_check.__main__ import Outcome
+from benchmarks.gpu_check.__main__ import ROOT, Outcome
 from benchmarks.setup import Setup, prepare_process, release
 
-RECIPE = Path(__file__).parents[2] / "examples/run_qwen3_grail.sh"
+RECIPE = ROOT / "examples/run_qwen3_grail.sh"
 ROWS_REPEATS = {"Qwen3-0.6B": (8, 2), "Qwen3-4B": (4, 1), "toy": (8, 1)}
 """Responses of the batch, and repeats: about a minute each on an H100."""
 STEP_LIMIT = 0.9

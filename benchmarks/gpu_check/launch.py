@@ -3,8 +3,6 @@
 steps of GRAIL, killed after the first, and the same command again. On the CPU the same script, with ``VERL_PLATFORM=cpu``.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -71,8 +69,11 @@ def rehearse(outcome: Outcome, device: str, folder: Path) -> None:
     time.sleep(WAIT)
     detail = start(device, folder, kill=False)
     second = steps(metrics)
-    resumed = "killed by SIGKILL, the same command resumes and ends"
-    outcome.check(resumed, detail.startswith("exit status 0"), detail)
+    outcome.check(
+        "killed by SIGKILL, the same command resumes and ends",
+        detail.startswith("exit status 0"),
+        detail,
+    )
     once = {**second, 1: first[1]} == second and max(second) == 2
     outcome.check("each step is taken once", once, f"steps {', '.join(map(str, second))}")
     rate = first[1]["grail/selected_rate"]

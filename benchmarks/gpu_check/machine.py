@@ -6,19 +6,14 @@ A line of JSON for each: its name, whether it holds, and a detail, with the reme
 a process of its own, as a fault can take the GPU's state along.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback
-from importlib.util import find_spec
 
 import torch
 from torch.nn import functional
 
-from benchmarks.setup import random_model
-
-FLASH_ATTN = find_spec("flash_attn") is not None
+from benchmarks.setup import FLASH_ATTN, random_model
 
 
 def attention(device: str) -> str:
@@ -35,16 +30,15 @@ def attention(device: str) -> str:
     lengths = [100, 200]
     tokens_1N = torch.randint(8000, (1, 300), device=device)
     positions_1N = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
-    logits = (
-        packed(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False).logits[0].float()
-    )
+    output = packed(input_ids=tokens_1N, position_ids=positions_1N, use_cache=False)
+    logits = output.logits[0].float()
     expected = torch.cat(
         [alone(input_ids=part).logits[0] for part in tokens_1N.split(lengths, dim=1)]
     )
     upstream = torch.randn_like(expected)
     gradients = [
-        torch.autograd.grad((output * upstream).sum(), model.get_input_embeddings().weight)[0]
-        for output, model in ((logits, packed), (expected, alone))
+        torch.autograd.grad(values, model.get_input_embeddings().weight, upstream)[0]
+        for values, model in ((logits, packed), (expected, alone))
     ]
     return f"{name}, logits {limited(logits, expected)}, gradients {limited(*gradients)}"
 
@@ -65,9 +59,7 @@ def log_probabilities(device: str) -> str:
 
 def limited(actual: torch.Tensor, expected: torch.Tensor, limit: float = 0.05) -> str:
     """How far one tensor is off the other, as a share of its size; AssertionError: by more than ``limit``."""
-    error = float(
-        (actual.detach() - expected.detach()).double().norm() / expected.detach().double().norm()
-    )
+    error = float((actual - expected).double().norm() / expected.double().norm())
     detail = f"off by {error:.2g} of their size, at most {limit:g}"
     assert error <= limit, detail
     return detail

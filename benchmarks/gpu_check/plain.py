@@ -4,12 +4,9 @@ Models of published shapes have random weights: of precision they show how round
 that width, not how it acts on a trained model. Shape suffixes: N tokens with a score.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +18,7 @@ from benchmarks.timer import peak_memory, seconds
 from grail_advantage import Grail, Method, Oar
 from grail_advantage.api import PlainHost
 from grail_advantage.data import Rollouts, Weighed
+from grail_advantage.effect import rank_correlation
 from grail_advantage.weigh import weigh
 
 JUDGED: dict[str, Method] = {"grail, official": Grail("official"), "grail, robust": Grail("robust")}
@@ -50,9 +48,11 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
                 weights(model.to(where), method, rollouts).weights for where in ("cpu", device)
             )
             error = float((actual - expected).abs().max())
-            text = f"{name}: the device's weights are the CPU's"
-            detail = f"off by {error:.1e}, allowed 1e-3"
-            outcome.check(text, error <= 1e-3, detail)
+            outcome.check(
+                f"{name}: the device's weights are the CPU's",
+                error <= 1e-3,
+                f"off by {error:.1e}, allowed 1e-3",
+            )
     for shape in ("Qwen3-0.6B", "Qwen3-4B") if full else ("toy",):
         with outcome.attempt(f"{shape}: weights in bfloat16 against float32"):
             model = random_model(shape, device, torch.float32)
@@ -107,10 +107,9 @@ def compared(actual: Weighed, exact: Weighed) -> dict[str, float]:
     exact_N = exact.weights[scored_BT]
     error_N = (actual.weights[scored_BT] - exact_N).abs()
     correlations = []
-    for actual_T, exact_T, scored_T in zip(actual.scores, exact.scores, scored_BT, strict=True):
-        # Scores have no ties, which argsort() would rank by their places.
-        ranks = [scores_T[scored_T].argsort().argsort() for scores_T in (actual_T, exact_T)]
-        correlations.append(float(torch.corrcoef(torch.stack(ranks).double())[0, 1]))
+    for row, scored_T in enumerate(scored_BT):
+        pair = [weighed.scores[row, scored_T].numpy() for weighed in (actual, exact)]
+        correlations.append(rank_correlation(*pair))
     return {SHARE: float(error_N.mean() / exact_N.std()), RANK: median(correlations)}
 
 
@@ -126,32 +125,33 @@ def passes(outcome: Outcome, shape: str, device: str, tokens: int) -> None:
         "grail": lambda: weights(model, METHODS["grail, official"], rollouts),
         "oar_g": lambda: weights(model, METHODS["oar_g, official"], rollouts),
     }
-    measured: dict[str, dict[str, Any]] = {}
-    for label in (*ways, *(f"{name}, checkpointed" for name in ways)):
-        name, _, checkpointed = label.partition(", ")
-        if checkpointed:
+    measured = {}
+    for suffix in ("", ", checkpointed"):
+        if suffix:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
-        measured[label] = {PEAK: math.inf}
-        with suppress(torch.cuda.OutOfMemoryError):
-            peak = peak_memory(device, ways[name]) / 2**30
-            durations = []
-            for _ in range(3):
-                model.eval().zero_grad(set_to_none=True)
-                durations.append(seconds(device, ways[name]))
-            ratio = median(durations) / median(measured["forward"].get("seconds", durations))
-            measured[label] = {"seconds": durations, "x the forward": ratio, PEAK: peak}
-        # The gradients of training would count in the next pass's peak.
-        model.eval().zero_grad(set_to_none=True)
-        release()
-    note = f"One response of {tokens} tokens; inf: does not fit."
-    outcome.figures(f"Passes, {shape}", measured, note)
-    checkpointed = "grail, checkpointed"
+        for name, way in ways.items():
+            label = name + suffix
+            measured[label] = {PEAK: math.inf}
+            with suppress(torch.cuda.OutOfMemoryError):
+                peak = peak_memory(device, way) / 2**30
+                durations = []
+                for _ in range(3):
+                    model.eval().zero_grad()
+                    durations.append(seconds(device, way))
+                ratio = median(durations) / median(measured["forward"].get("seconds", durations))
+                measured[label] = {"seconds": durations, "x the forward": ratio, PEAK: peak}
+            # The gradients of training would count in the next pass's peak.
+            model.eval().zero_grad()
+            release()
+    outcome.figures(
+        f"Passes, {shape}", measured, f"One response of {tokens} tokens; inf: does not fit."
+    )
     for cheaper, dearer in (
         ("grail", "training"),
-        (checkpointed, "training, checkpointed"),
-        (checkpointed, "grail"),
+        ("grail, checkpointed", "training, checkpointed"),
+        ("grail, checkpointed", "grail"),
     ):
         less = measured[cheaper][PEAK]
         more = measured[dearer][PEAK]

@@ -4,8 +4,6 @@ It trains on chains of two sums, after a short SFT on solutions that slip at a k
 not all of them are right. Models, problems, dumps and logs of the runs are in ``outputs/gpu_check_runs``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -13,16 +11,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.gpu_check.__main__ import Outcome
+from benchmarks.gpu_check.__main__ import ROOT, Outcome
 from benchmarks.gpu_check.plain import precision, weights
-from benchmarks.timer import now, seconds
+from benchmarks.timer import Table, now, seconds
 from grail_advantage import Grail
 from grail_advantage.data import Rollouts
 from grail_advantage.dump import METRICS_FILE
@@ -32,7 +29,6 @@ from verl_cpu.tiny.sampling import judge, prompt_ids
 from verl_cpu.tiny.smollm2 import load_smollm2
 from verl_cpu.tiny.task import Problem, random_problems, solve
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "outputs" / "gpu_check_runs"
 # Share of incorrect steps in the worked solutions: of those with two, 0.49 are right
 SLIPS = 0.3
@@ -91,11 +87,9 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
 def solved_rollouts(tokenizer: Any, problems: Sequence[Problem]) -> Rollouts:
     """Worked solutions, with slips, as responses that all count as incorrect."""
     rng = random.Random(0)
-    solutions = [
-        tokenizer.encode(solve(problem, SLIPS, rng), add_special_tokens=False)
-        for problem in problems
-    ]
-    responses = list(map(torch.tensor, solutions))
+    solutions = [solve(problem, SLIPS, rng) for problem in problems]
+    ids = tokenizer(solutions, add_special_tokens=False)["input_ids"]
+    responses = list(map(torch.tensor, ids))
     return Rollouts(
         prompts=[torch.tensor(prompt_ids(tokenizer, problem)) for problem in problems],
         responses=responses,
@@ -107,10 +101,10 @@ def solved_rollouts(tokenizer: Any, problems: Sequence[Problem]) -> Rollouts:
     )
 
 
-def parts_of_weights(model: Any, rollouts: Rollouts, device: str) -> dict[str, dict[str, float]]:
+def parts_of_weights(model: Any, rollouts: Rollouts, device: str) -> Table:
     """Seconds of GRAIL's weights, and of it of the forwards; the rest is the backward and what is not the model."""
-    starts: list[float] = []
-    forwards: list[float] = []
+    starts = []
+    forwards = []
     on_start = model.register_forward_pre_hook(lambda *_: starts.append(now(device)))
     on_end = model.register_forward_hook(lambda *_: forwards.append(now(device) - starts.pop()))
     table = {}
@@ -146,10 +140,8 @@ def train_by(outcome: Outcome, method: str, steps: int, prompts: int) -> None:
         "eval-every": steps,
         "learning-rate": 1e-5,
     }
-    words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-    path = os.pathsep.join(
-        [str(ROOT), str(Path(sys.prefix, "trl")), os.environ.get("PYTHONPATH", "")]
-    )
+    words = [f"--{option}={value}" for option, value in options.items()]
+    path = os.pathsep.join([f"{ROOT}", f"{sys.prefix}/trl", os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     command = [sys.executable, "examples/trl_grail.py", "--bf16", *words]
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode
@@ -157,7 +149,7 @@ def train_by(outcome: Outcome, method: str, steps: int, prompts: int) -> None:
     logged = read_metrics(FOLDER / method / METRICS_FILE, [])
     seconds_column = f"{method}/seconds"
     rate_column = f"{method}/selected_rate"
-    table: dict[str, dict[str, float]] = {}
+    table = {}
     for column in ("eval_reward", "reward", "step_time", seconds_column, rate_column):
         if column in logged:
             table[column] = {str(step): value for step, value in logged[column].items()}
