@@ -1,12 +1,12 @@
 """Values by rollouts of the tiny model against its known errors, the table against planted credit, and the fit."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
+import re
+from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,12 +18,10 @@ from bench.fit import fit
 from bench.rollouts import seed_of
 from bench.statistics import jackknife
 from grail_advantage import AdvantageMethod, Rollouts
-from grail_advantage.analyze.command import analyze
-from grail_advantage.analyze.lines import read_responses
 from grail_advantage.analyze.models import model_of
 from grail_advantage.method import METHODS, build, methods, register
 from grail_advantage.methods.fitted import read_fit
-from tests.bench.test_rollouts import MODEL, sampled
+from tests.bench.common import MODEL, analyzed, lines_in, sampled
 from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.sampling import prompt_ids, sample
 from verl_cpu.tiny.task import Problem, compute_score, find_errors
@@ -31,19 +29,10 @@ from verl_cpu.tiny.task import Problem, compute_score, find_errors
 SAMPLES = 8
 
 
-def lines_in(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def with_values(source: Path, out: Path, *options: str) -> list[dict[str, Any]]:
     samples = ["--samples", str(SAMPLES)]
     main(["values", str(source), str(out), *MODEL, "--separator", ";", *samples, *options])
     return lines_in(out)
-
-
-def analyzed(lines: Path, out: Path, chosen: dict[str, Any]) -> Path:
-    analyze(read_responses(lines), chosen, out, {"tiny": model_of("tiny")}, model="tiny")
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +52,7 @@ def folder(lines: Path) -> Path:
 
 def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(
     lines: Path,
-) -> None:
+):
     """The digits by plain calls of the sampler."""
     tokenizer, load = model_of("tiny")
     model = load()
@@ -87,7 +76,7 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(
             assert start == 0 or tokenizer.decode(beginning).endswith(";")
 
 
-def test_the_same_command_resumes_to_the_same_bytes(lines: Path) -> None:
+def test_the_same_command_resumes_to_the_same_bytes(lines: Path):
     source = lines.with_name("sums.jsonl")
     # 40 of the 96 responses first, then all of them into the same file.
     part = lines.with_name("part.jsonl")
@@ -96,9 +85,9 @@ def test_the_same_command_resumes_to_the_same_bytes(lines: Path) -> None:
     with_values(part, resumed)
     with_values(source, resumed)
     assert resumed.read_bytes() == lines.read_bytes()
-    for option, value in (("temperature", "0.5"), ("device", "vllm")):
-        with pytest.raises(SystemExit, match=f"another {option}"):
-            with_values(source, resumed, f"--{option}", value)
+    for option in ("temperature=0.5", "device=vllm"):
+        with pytest.raises(SystemExit, match=f"another {option.split('=')[0]}"):
+            with_values(source, resumed, f"--{option}")
     # Without its first line, the file begins with another response than the values do.
     with pytest.raises(SystemExit, match="does not hold the first lines"):
         shifted = lines.with_name("shifted.jsonl")
@@ -107,30 +96,26 @@ def test_the_same_command_resumes_to_the_same_bytes(lines: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "message"),
+    ("change", "option", "message"),
     [
-        ({"response": "1+1=2;"}, (), "is a text, whose ids"),
-        ({"ground_truth": None}, (), "has no ground_truth"),
-        ({"reward": 7.0}, (), "not that of --reward"),
-        ({}, ("--length", "3"), "give --length as it was sampled with"),
-        ({}, ("--samples", "1"), "--samples must be at least 2"),
+        ({"response": "1+1=2;"}, "--length=64", "is a text, whose ids"),
+        ({"ground_truth": None}, "--length=64", "has no ground_truth"),
+        ({"reward": 7.0}, "--length=64", "not that of --reward"),
+        ({}, "--length=3", "give --length as it was sampled with"),
+        ({}, "--samples=1", "--samples must be at least 2"),
     ],
 )
 def test_what_has_no_values_is_refused(
-    tmp_path: Path,
-    lines: Path,
-    change: dict[str, Any],
-    options: tuple[str, ...],
-    message: str,
-) -> None:
+    tmp_path: Path, lines: Path, change: dict[str, Any], option: str, message: str
+):
     incorrect = next(line for line in lines_in(lines) if not line["reward"])
     source = tmp_path / "one.jsonl"
     source.write_text(json.dumps(incorrect | change))
     with pytest.raises(SystemExit, match=message):
-        with_values(source, tmp_path / "out.jsonl", *options)
+        with_values(source, tmp_path / "out.jsonl", option)
 
 
-def test_significant_losses_are_the_first_errors(folder: Path) -> None:
+def test_significant_losses_are_the_first_errors(folder: Path):
     cases, counts = credit.read(folder)
     losses = [case for case in cases if case.label.step is not None]
     # Enough of them, so that the loop says something.
@@ -140,9 +125,7 @@ def test_significant_losses_are_the_first_errors(folder: Path) -> None:
         assert errors[0].step == case.label.step
 
 
-def test_the_table_of_a_real_folder(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[str]):
     main([str(folder)])
     rows = {}
     for line in capsys.readouterr().out.splitlines():
@@ -160,23 +143,20 @@ def test_the_table_of_a_real_folder(
 
 def test_the_effect_is_the_share_of_the_change_that_went_with_the_credit(
     folder: Path,
-) -> None:
+):
     cases, _ = credit.read(folder)
     # Every fourth token moves against its advantage, the others with it.
     for case in cases:
         advantage_T = case.methods["step_values"].advantage_T
-        case.row.effect_T = (
-            np.where(np.arange(len(advantage_T)) % 4 == 0, -1, 1) * advantage_T
-        )
-    changes = np.concatenate([case.row.effect_T for case in cases])
-    along = np.concatenate(
-        [case.row.effect_T[np.arange(len(case.row)) % 4 > 0] for case in cases]
-    )
+        case.row.effect_T = advantage_T.copy()
+        case.row.effect_T[::4] *= -1
+    size = sum(abs(case.row.effect_T).sum() for case in cases)
+    against = sum(abs(case.row.effect_T[::4]).sum() for case in cases)
     row = credit.figures(cases, ["step_values"])["step_values"]
-    assert row["effect"].value == pytest.approx(abs(along).sum() / abs(changes).sum())
+    assert row["effect"].value == pytest.approx(1 - against / size)
 
 
-def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path) -> None:
+def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path):
     out = folder.with_name("fit.json")
     main(["fit", str(folder), str(out)])
     written = read_fit(str(out))
@@ -192,7 +172,7 @@ def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path) -> None:
     assert gain.value > gain.half > 0
 
 
-def test_no_fit_is_written_for_shuffled_values_or_one_sign(folder: Path) -> None:
+def test_no_fit_is_written_for_shuffled_values_or_one_sign(folder: Path):
     generator = np.random.default_rng(0)
     shuffled = []
     for case in credit.read(folder)[0]:
@@ -221,12 +201,10 @@ class Planted(AdvantageMethod):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
-    registry = methods()
-    register("planted_credit")(Planted)
-    yield
-    METHODS.clear()
-    METHODS.update(registry)
+def registered():
+    with patch.dict(METHODS, methods()):
+        register("planted_credit")(Planted)
+        yield
 
 
 def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
@@ -263,21 +241,19 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
         }
         # Of four responses to a problem the last is correct: advantages -0.25 and 0.75.
         reward = float(number % 4 == 3)
-        values_of = {
-            "starts": starts,
-            "right": right,
-            "reward": reward,
-            "answered": True,
-            "settings": {"model": "known", "samples": samples, "separator": ";"},
-        }
         record = {
             "prompt": f"sum {number // 4}",
             "group": str(number // 4),
             "reward": reward,
             "response": list(chain(*pieces)),
             "says": says,
-            "ground_truth": "3",
-            "values": values_of,
+            "values": {
+                "starts": starts,
+                "right": right,
+                "reward": reward,
+                "answered": True,
+                "settings": {"model": "known", "samples": samples},
+            },
         }
         records.append(json.dumps(record))
     path.write_text("\n".join(records))
@@ -293,7 +269,7 @@ def planted_figures(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("samples", [4, 16])
 def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     tmp_path: Path, samples: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     figures = planted_figures(planted_lines(tmp_path / "known.jsonl", samples))
     within = {name: row["within, incorrect"].value for name, row in figures.items()}
     beyond = {name: row["beyond place, incorrect"].value for name, row in figures.items()}
@@ -310,17 +286,12 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     gain = figures["noise"]["cosine less uniform's"]
     assert gain.value < -gain.half
     main([str(tmp_path / "seen")])
-    rows = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if "| follows credit |" in line
-    ]
-    assert [row.split(" | ")[0] for row in rows] == ["| credit"]
+    assert re.findall(r"\| (\S+) \| follows credit", capsys.readouterr().out) == ["credit"]
 
 
 def test_no_figure_where_there_is_no_credit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     figures = planted_figures(planted_lines(tmp_path / "flat.jsonl", 2, flat=True))
     assert all(np.isnan(row["within, incorrect"].value) for row in figures.values())
     main([str(tmp_path / "seen")])
@@ -342,29 +313,26 @@ def credits_of(line: dict[str, Any]) -> list[np.ndarray]:
     return [np.diff([*part.mean(axis=1), line["values"]["reward"]]) for part in parts]
 
 
-def test_figures_are_those_of_plain_loops(tmp_path: Path) -> None:
+def test_figures_are_those_of_plain_loops(tmp_path: Path):
     """Beyond place and the cosine, with the errors by leaving out each problem."""
     path = planted_lines(tmp_path / "known.jsonl", 8)
     figures = planted_figures(path)["swapped"]
     lines = lines_in(path)
     incorrect = [line for line in lines if not line["reward"]]
-    centred = {}
-    for index, line in enumerate(incorrect):
+    for line in incorrect:
         values = np.array(line["says"]["swapped"][:-1])
-        centred[index] = values - values.mean()
-    by_group: dict[str, list[tuple[np.ndarray, ...]]] = {}
-    for index, line in enumerate(incorrect):
+        line["centred"] = values - values.mean()
+    by_group = defaultdict(list)
+    for line in incorrect:
         # Of other problems' responses with as many steps.
         peers = [
-            centred[peer]
-            for peer, other_line in enumerate(incorrect)
-            if other_line["group"] != line["group"]
-            and len(centred[peer]) == len(centred[index])
+            peer["centred"]
+            for peer in incorrect
+            if peer["group"] != line["group"]
+            and len(peer["centred"]) == len(line["centred"])
         ]
-        all_credits, *halves = (credit_J[:-1] for credit_J in credits_of(line))
-        term = centred[index] - np.mean(peers, axis=0), all_credits
-        term += tuple(half - half.mean() for half in halves)
-        by_group.setdefault(line["group"], []).append(term)
+        credits = [credit_J[:-1] - credit_J[:-1].mean() for credit_J in credits_of(line)]
+        by_group[line["group"]].append((line["centred"] - np.mean(peers, axis=0), *credits))
     without = []
     for group in by_group:
         rest = [terms for name, terms in by_group.items() if name != group]

@@ -1,30 +1,16 @@
 """Responses and continuations of the tiny model: what they depend on, and resumptions."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.__main__ import main
 from bench.rollouts import drawer, parser_of, seed_of
 from grail_advantage.analyze.models import model_of
+from tests.bench.common import MODEL, sampled
 from verl_cpu.tiny.sampling import TOGETHER, prompt_ids, sample
 from verl_cpu.tiny.task import compute_score, random_problems
-
-MODEL = [
-    "--model",
-    "tiny",
-    "--length",
-    "64",
-    "--device",
-    "cpu",
-    "--reward",
-    "verl_cpu.tiny.task:compute_score",
-]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +19,7 @@ def tiny() -> tuple[Any, Any]:
     return tokenizer, load()
 
 
-def sampled(out: Path, problems: int, *options: str) -> list[dict[str, Any]]:
-    count = ["--problems", str(problems), "--samples", "4"]
-    main(["sample", "sums", str(out), *MODEL, *count, *options])
-    return [json.loads(line) for line in out.read_text().splitlines()]
-
-
-def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]) -> None:
+def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]):
     """Also beyond one batch, and where a row's random numbers end."""
     tokenizer, model = tiny
     prompts = [
@@ -51,13 +31,12 @@ def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]) -> 
     repeated = [prompt for prompt in prompts for _ in range(4)]
     uncut = sample(model, tokenizer, repeated, np.nan_to_num(numbers, nan=0.5))
     copies = sample(model, tokenizer, prompts, numbers, copies=4)
-    assert copies[::2] == uncut[::2] and copies[1::2] == [
-        response[:7] for response in uncut[1::2]
-    ]
+    assert copies[::2] == uncut[::2]
+    assert copies[1::2] == [response[:7] for response in uncut[1::2]]
     assert len({tuple(response) for response in copies[:4:2]}) == 2
 
 
-def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]) -> None:
+def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]):
     """Each by a plain call of the sampler, in any order and with any other length beside it."""
     tokenizer, model = tiny
     options = parser_of("x", None).parse_args(["a", "b", *MODEL, "--samples", "3"])
@@ -75,28 +54,26 @@ def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]) -> None:
         assert responses == sample(model, tokenizer, [list(prefix)] * 3, numbers)
 
 
-def test_sampling_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+def test_sampling_resumes_to_the_same_bytes(tmp_path: Path):
     resumed = tmp_path / "resumed.jsonl"
     sampled(resumed, 3)
     lines = sampled(resumed, 20)
-    assert lines == sampled(tmp_path / "once.jsonl", 20)
-    assert (
-        resumed.read_bytes() == (tmp_path / "once.jsonl").read_bytes() and len(lines) == 80
-    )
+    once = tmp_path / "once.jsonl"
+    assert len(sampled(once, 20)) == 80 and resumed.read_bytes() == once.read_bytes()
     tokenizer, _ = model_of("tiny")
     for line in lines:
         text = tokenizer.decode(line["response"], skip_special_tokens=True)
         assert line["reward"] == compute_score("", text, line["ground_truth"])
     assert 0.1 < np.mean([line["reward"] for line in lines]) < 0.9
-    for option, value in (("length", "32"), ("samples", "3"), ("device", "vllm")):
-        with pytest.raises(SystemExit, match=f"another {option}"):
-            sampled(resumed, 20, f"--{option}", value)
+    for option in ("length=32", "samples=3", "device=vllm"):
+        with pytest.raises(SystemExit, match=f"another {option.split('=')[0]}"):
+            sampled(resumed, 20, f"--{option}")
     # Refused before anything is drawn.
-    for option, value in (
-        ("reward", "no.module"),
-        ("samples", "0"),
-        ("device", "moon"),
-        ("model", "/nowhere"),
+    for option in (
+        "--reward=no.module",
+        "--samples=0",
+        "--device=moon",
+        "--model=/nowhere",
     ):
-        with pytest.raises(SystemExit, match=f"--{option}"):
-            sampled(tmp_path / "new.jsonl", 20, f"--{option}", value)
+        with pytest.raises(SystemExit, match=option.split("=")[0]):
+            sampled(tmp_path / "new.jsonl", 20, option)

@@ -1,11 +1,10 @@
 """Planted methods get their verdicts, from a folder of ``analyze``, and figures are those worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -18,12 +17,10 @@ from bench.places import Label, Record, by_step
 from bench.statistics import above_controls, holm
 from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED
 from grail_advantage import AdvantageMethod, Method, Rollouts, Weights
-from grail_advantage.analyze.command import analyze
-from grail_advantage.analyze.lines import read_responses
 from grail_advantage.answers.text import TokenTexts, edges_of
 from grail_advantage.dump import DumpRow
 from grail_advantage.method import METHODS, methods, register
-from verl_cpu.tiny.model import build_model, build_tokenizer
+from tests.bench.common import analyzed
 
 
 def solutions(path: Path, errors: int = 60, controls: int = 60) -> Path:
@@ -140,21 +137,11 @@ class Praise(AdvantageMethod):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
-    registry = methods()
-    register("planted")(Planted), register("praise")(Praise)
-    yield
-    METHODS.clear()
-    METHODS.update(registry)
-
-
-def analyzed(
-    lines: Path, out: Path, chosen: dict[str, Method], advantages: str = "auto"
-) -> Path:
-    tokenizer = build_tokenizer()
-    models = {"m": (tokenizer, lambda: build_model(tokenizer, 0).eval())}
-    analyze(read_responses(lines), chosen, out, models, model="m", advantages=advantages)
-    return out
+def registered():
+    with patch.dict(METHODS, methods()):
+        register("planted")(Planted)
+        register("praise")(Praise)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +157,7 @@ def summary(folder: Path) -> tuple[dict[str, list[Record]], dict[str, table.Figu
     return records, {name: table.figures_of(entries) for name, entries in records.items()}
 
 
-def test_planted_methods_get_their_verdicts(folder: Path) -> None:
+def test_planted_methods_get_their_verdicts(folder: Path):
     _, figures = summary(folder)
     assert table.verdicts(figures) == {
         **dict.fromkeys(("first error", "perfect", "faint", "answers"), FINDS),
@@ -188,7 +175,7 @@ def test_planted_methods_get_their_verdicts(folder: Path) -> None:
     assert figures["perfect"]["equal place"].value == pytest.approx(0.5)
 
 
-def test_equal_place_follows_from_the_records(folder: Path) -> None:
+def test_equal_place_follows_from_the_records(folder: Path):
     """By plain loops over the controls that are nearest in number of steps."""
     records, figures = summary(folder)
     for method in ("noise", "faint", "usual_place"):
@@ -210,14 +197,14 @@ def test_equal_place_follows_from_the_records(folder: Path) -> None:
         )
 
 
-def test_other_advantages_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_other_advantages_are_refused(folder: Path, tmp_path: Path):
     method = Planted(planted="faint")
     analyzed(folder.parent / "sums.jsonl", tmp_path, {"one": method}, advantages="right")
     with pytest.raises(SystemExit, match="has not the advantage -1"):
         main([str(tmp_path)])
 
 
-def test_steps_without_a_token_are_none() -> None:
+def test_steps_without_a_token_are_none():
     """Steps of two, no and two tokens, then the answer's and an end token, which has no text."""
     labels: dict[str, list] = {"steps": [[0, 2], [2, 2], [2, 4], [4, 6]]}
     row = DumpRow(labels=labels, tokens=["1", "+", "2", "a", " ", ""], mask_T=np.ones(6))
@@ -235,7 +222,7 @@ def test_steps_without_a_token_are_none() -> None:
         assert table.label_of(row) is None
 
 
-def test_step_figures_by_hand() -> None:
+def test_step_figures_by_hand():
     """Step means 2, 5, 5 + rounding and 1: above one, two and a half, two and a half, and none of the three others."""
     values_T = np.array([1.0, 3.0, 5.0, 5.0 + 1e-12, 1.0, 9.0])
     step_T = np.array([0, 0, 1, 2, 3, -1])
@@ -243,7 +230,7 @@ def test_step_figures_by_hand() -> None:
     assert figures_M == pytest.approx([1 / 3, 2.5 / 3, 2.5 / 3, 0])
 
 
-def test_intervals_above_controls_hold_the_truth() -> None:
+def test_intervals_above_controls_hold_the_truth():
     """95 % of them, where errors and controls are drawn anew and problems repeat."""
     rng = np.random.default_rng(0)
     covered = []
@@ -261,13 +248,13 @@ def test_intervals_above_controls_hold_the_truth() -> None:
     assert 0.92 < np.mean(covered) < 0.98
 
 
-def test_holm_by_hand() -> None:
+def test_holm_by_hand():
     # 4 * 0.01, 3 * 0.02, then 2 * 0.04, and 1 for the one that is not known.
     corrected = holm({"a": 0.01, "b": 0.04, "c": np.nan, "d": 0.02})
     assert corrected == pytest.approx({"a": 0.04, "b": 0.08, "c": 1, "d": 0.06})
 
 
-def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted(tmp_path: Path):
     box = "2+1=3;\\boxed{3}"
     lines = [
         {"steps": ["1+1=2;", "2+1=4;", "4+1=5;\\boxed{5}"], "error": 1, "reward": 0},

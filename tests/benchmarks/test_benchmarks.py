@@ -1,7 +1,5 @@
 """The benchmarks: what they measure with, and that they run at toy size. No time is checked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from grail_advantage.method import methods
 from tests import forked
 
 
-def test_steps_by_hand() -> None:
+def test_steps_by_hand():
     """A forward pass is 2 s and an update 6 s."""
     repeats = {
         "uniform": [Seconds(2.0, 0.0, 0.0, 6.0)] * 3,
@@ -36,7 +34,7 @@ def test_steps_by_hand() -> None:
     )
 
 
-def test_every_variant_is_the_first_once() -> None:
+def test_every_variant_is_the_first_once():
     called: list[str] = []
     variants = {
         name: lambda name=name: called.append(name) or len(called) for name in "abc"
@@ -47,7 +45,7 @@ def test_every_variant_is_the_first_once() -> None:
     assert results == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}
 
 
-def test_several_figures_are_a_median_with_its_range() -> None:
+def test_several_figures_are_a_median_with_its_range():
     rows = {
         "one": {"seconds": [1.0, 2.0, 4.0, 9.0]},
         "two": {"seconds": [0.123456], "": "text"},
@@ -56,7 +54,7 @@ def test_several_figures_are_a_median_with_its_range() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_methods_runs(tmp_path: Path) -> None:
+def test_the_benchmark_of_methods_runs(tmp_path: Path):
     """The other one times the same steps as part c of the GPU check, which ``test_gpu_check.py`` runs."""
     options = ("--setup", "toy", "--repeats", "1", "--json", str(tmp_path / "methods.json"))
     done = forked.run("benchmarks.bench_training_step", "methods", *options)

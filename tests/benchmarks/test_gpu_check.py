@@ -1,7 +1,5 @@
 """The GPU check without a GPU: its parts at toy size on the CPU, what it makes of failures, and its figures by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -50,7 +48,7 @@ TABLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("letter", some(PARTS, ("a",)))
-def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
+def test_a_part_at_toy_size(tmp_path: Path, letter: str):
     line = [
         "bash",
         str(ROOT / "scripts/gpu_check.sh"),
@@ -73,7 +71,7 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
         assert sum(any(cell[:1].isdigit() for cell in cells) for cells in rows) > 2, rows
 
 
-def test_differences_by_hand() -> None:
+def test_differences_by_hand():
     nan = float("nan")
     exact = SimpleNamespace(
         scores=torch.tensor([[nan, 1.0, 2.0, 3.0], [nan, 3.0, 1.0, nan]]),
@@ -92,7 +90,7 @@ def test_differences_by_hand() -> None:
 
 def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Of another method once the parameters are bfloat16, or at every other call, as a faulty kernel might give them."""
     right = plain.weights
     calls = iter(range(100))
@@ -130,7 +128,7 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
 
 def test_failures_stop_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+):
     """A group that raises, a part that raises, one that passes, one that lacks a package; one that dies keeps what it
     had."""
     body = """
@@ -167,13 +165,13 @@ def run(outcome, device):
     assert "- passed: then (yes)" in (tmp_path / "d.md").read_text()
 
 
-def test_without_a_gpu_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_without_a_gpu_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["a"]) == 1
     assert "sees no GPU on this machine: nothing was checked" in capsys.readouterr().out
 
 
-def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path) -> None:
+def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path):
     """verl imports the modules of the entry points all the same, from the clone's folders."""
     python = tmp_path / "python"
     # In the interpreter's place a script that shows what it was started with.
@@ -203,7 +201,7 @@ def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path) -> None:
 
 def test_the_callers_path_reaches_the_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     python = tmp_path / "python"
     # In the interpreter's place a script that writes its path down, and fails.
     python.write_text(f'#!/bin/sh\necho "$PYTHONPATH" > {tmp_path}/path\nexit 3\n')
@@ -222,7 +220,7 @@ def test_the_callers_path_reaches_the_example(
 
 def test_log_probabilities_rounded_to_bfloat16_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+):
     """As verl's own are without flash-attn. The remedy is named, and the other checks still run."""
     from verl.utils import torch_functional
 
@@ -251,7 +249,7 @@ def test_log_probabilities_rounded_to_bfloat16_are_found(
 
 def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     # The script asks the interpreter for verl first.
     monkeypatch.setattr(sys, "executable", "/bin/false")
     launch.rehearse(checked := outcome(tmp_path), "cpu", tmp_path / "launch")
@@ -264,7 +262,7 @@ def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(
 
 def test_two_million_bfloat16_rows_go_through_in_few_calls(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """By the name under which verl's engine calls it, without flash-attn; verl's own way, a call a row, takes minutes."""
     from verl.utils import torch_functional
     from verl.workers.engine.fsdp import transformer_impl
@@ -293,7 +291,7 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(
 
 
 @pytest.mark.slow
-def test_part_a_needs_torch_transformers_and_pydantic_alone() -> None:
+def test_part_a_needs_torch_transformers_and_pydantic_alone():
     packages = {
         "verl",
         "tensordict",

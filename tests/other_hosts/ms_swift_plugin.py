@@ -1,7 +1,5 @@
 """A second plug-in of ms-swift: it records what :mod:`examples.hosts.ms_swift` gets and gives, and plants a fault."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import os
@@ -33,7 +31,7 @@ class Boxed(ORM):
 
 
 class RecordedTrainer(TokenWeightGRPOTrainer):
-    def _postprocess_batch(self, samples: list[Any], batches: list[dict[str, Any]]) -> None:
+    def _postprocess_batch(self, samples: list[Any], batches: list[dict[str, Any]]):
         policy = {
             key: values.clone()
             for key, values in self.accelerator.unwrap_model(self.model)

@@ -4,8 +4,6 @@ Real are OpenRLHF's trainer, experience maker, workers, replay buffer and loss, 
 CUDA, the DeepSpeed extensions that would be compiled, flash-attn, and vLLM with its copy of the weights: Hugging Face's
 ``generate`` writes the responses. In ``RECORD``, a folder, each step leaves its batch and each update its policy."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -22,7 +20,7 @@ import torch
 FIRST_FAULT = 2
 
 
-def stub(name: str, **members: Any) -> None:
+def stub(name: str, **members: Any):
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, is_package=True)
     module.__path__ = []  # type: ignore[attr-defined]
@@ -30,7 +28,7 @@ def stub(name: str, **members: Any) -> None:
     sys.modules[name] = module
 
 
-def patch_process() -> None:
+def patch_process():
     """In every process of Ray, before it imports OpenRLHF."""
     from torch.distributed import device_mesh
 
@@ -79,7 +77,7 @@ def patch_process() -> None:
     plant_fault(ppo_actor.ActorPPOTrainer)
 
 
-def copy_weights(trainer: Any) -> None:
+def copy_weights(trainer: Any):
     """The policy to the engine, in place of ActorPPOTrainer.broadcast_to_vllm."""
     import deepspeed
     import ray
@@ -96,7 +94,7 @@ def copy_weights(trainer: Any) -> None:
     torch.distributed.barrier()
 
 
-def record_steps(maker_class: type) -> None:
+def record_steps(maker_class: type):
     """What OpenRLHF's own experience maker gives for a batch, and the advantages that ours gives."""
     weigh_experiences = maker_class.compute_advantages_and_returns  # type: ignore[attr-defined]
     parent = maker_class.__bases__[0]
@@ -115,7 +113,7 @@ def record_steps(maker_class: type) -> None:
     maker_class.compute_advantages_and_returns = recorded  # type: ignore[attr-defined]
 
 
-def plant_fault(trainer_class: type) -> None:
+def plant_fault(trainer_class: type):
     training_step = trainer_class.training_step  # type: ignore[attr-defined]
 
     def flattened(trainer: Any, experience: Any, *arguments: Any, **named: Any) -> Any:
@@ -134,7 +132,7 @@ def plant_fault(trainer_class: type) -> None:
 class Engine:
     """What OpenRLHF asks of its ``RolloutRayActor`` (vllm_engine.py:35), with its own executor and reward function."""
 
-    def __init__(self, model: str, seed: int, remote_rm_url: list[str], **_: Any) -> None:
+    def __init__(self, model: str, seed: int, remote_rm_url: list[str], **_: Any):
         from openrlhf.utils.agent import SingleTurnAgentExecutor
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,7 +144,7 @@ class Engine:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.updates = 0
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]):
         self.model.load_state_dict(state)
         self.updates += 1
         torch.save(state, Path(os.environ["RECORD"], f"policy_{self.updates}.pt"))
@@ -196,7 +194,7 @@ def reward_func(
     return {"rewards": torch.tensor(rewards), "scores": torch.tensor(rewards)}
 
 
-def main() -> None:
+def main():
     """The command; with a file of commands in its place the errors of each, which must come before Ray starts."""
     patch_process()
     import ray

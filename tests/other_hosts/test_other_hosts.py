@@ -3,8 +3,6 @@
 Each run trains on three rollouts, with two optimiser steps each. In the third a fault is planted: one advantage a response
 reaches the loss. ``openrlhf_cpu.py`` says what is not OpenRLHF's own there; of ms-swift everything is, without vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -106,7 +104,7 @@ def run(
     return done.stdout
 
 
-def check_receipts(folder: Path, tokens: Sequence[int]) -> None:
+def check_receipts(folder: Path, tokens: Sequence[int]):
     """Each rollout's gradients arrive as intended, but for those of the planted fault; ``tokens``: of each rollout."""
     problems: list[str] = []
     records = read(folder / "receipt.jsonl", problems)
@@ -160,7 +158,7 @@ def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | Non
 
 
 @pytest.mark.parametrize(("ranks", "loss"), [(1, "grpo"), (2, "dapo")])
-def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
+def test_ms_swift(folder: Path, ranks: int, loss: str):
     batch = ["--per_device_train_batch_size", str(8 // ranks)]
     flags = [*MS_SWIFT.split(), "--loss_type", loss, *batch]
     variables = {
@@ -204,7 +202,7 @@ def test_ms_swift(folder: Path, ranks: int, loss: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 2), (2, 3)])
-def test_openrlhf(folder: Path, ranks: int, zero_stage: int) -> None:
+def test_openrlhf(folder: Path, ranks: int, zero_stage: int):
     devices = ["--actor.num_gpus_per_node", str(ranks), "--ds.zero_stage", str(zero_stage)]
     flags = [*OPENRLHF.split(), *devices]
     output = run(
@@ -260,7 +258,7 @@ REFUSED = (
 """Flags of OpenRLHF, each beside others that work."""
 
 
-def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path) -> None:
+def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path):
     kl = ["--algo.kl.init_coef", "0"]
     commands = [[*OPENRLHF.split(), *kl, *flags] for flags in REFUSED]
     (folder / "commands.json").write_text(json.dumps(commands))
@@ -272,7 +270,7 @@ def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path) -> None:
     assert "Started a local Ray instance" not in output
 
 
-def test_ms_swift_refuses_by_name(folder: Path) -> None:
+def test_ms_swift_refuses_by_name(folder: Path):
     flags = [
         *MS_SWIFT.split(),
         "--per_device_train_batch_size",
