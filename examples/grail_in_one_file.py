@@ -10,8 +10,6 @@ and shards.
 Shapes: P prompt tokens, T response tokens, D embedding, V vocabulary.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from itertools import accumulate, pairwise

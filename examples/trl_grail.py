@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from grail_advantage.analyze.lines import json_lines
 from grail_advantage.analyze.methods import parse_method
 from grail_advantage.dump import write_whole
 from grail_advantage.method import Control
 from grail_advantage.reward import check_ground_truths, compute_score, gold_text
-from grail_advantage.text_io import numbered_lines, read_bytes, read_json, why
+from grail_advantage.text_io import read_bytes, read_json, why
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,6 +76,8 @@ MAY_CHANGE = {
     "report_to",
     "held_out",
     "vllm",
+    "output",
+    "resume",
 }
 """Options that a run which resumes may change; the others decide what it trains."""
 OPTIONS = "options.json"  # in the output's folder
@@ -154,7 +157,7 @@ def main() -> None:
             r=options.lora_rank,
             lora_alpha=2 * options.lora_rank,
         )
-    weights: dict[str, Any] = {}
+    weights = {}
     if options.method != STOCK:
         weights = {
             "token_weights": method_of(options),
@@ -219,11 +222,7 @@ def last_checkpoint(output: Path) -> Path | None:
 def keep_options(options: argparse.Namespace) -> None:
     """Store what decides the training in the output's folder, or refuse to resume with something else (SystemExit)."""
     path = options.output / OPTIONS
-    now = {
-        name: value
-        for name, value in vars(options).items()
-        if name not in {*MAY_CHANGE, "output", "resume"}
-    }
+    now = {name: value for name, value in vars(options).items() if name not in MAY_CHANGE}
     if options.resume and path.is_file():
         begun = read_json(read_bytes(path))
         differing = [
@@ -271,35 +270,24 @@ def problems(source: str) -> Dataset:
 
 def read_rows(source: str) -> Sequence[dict[str, Any]]:
     """The rows of a file, with its texts as they are: ``load_dataset`` makes dates and numbers of those that look so; or
-    of ``NAME[:PART[:SPLIT]]`` on the hub, where a split may have a slice, such as ``train[:100]``."""
+    of ``NAME[:PART[:SPLIT]]`` on the hub, where a split may have a slice, such as ``train[:100]``. SystemExit: a line is no
+    JSON object."""
     path = Path(source)
-    if path.suffix == ".parquet":
-        from pyarrow.parquet import read_table
-
-        return read_table(path).to_pylist()
     if path.suffix == ".csv":
         # utf-8-sig: a spreadsheet may put a byte-order mark in front, which would be in the first name.
         return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline="")))
     if path.suffix == ".json":
         with suppress(ValueError):  # else it has lines
             return json.loads(path.read_bytes())
-    if path.suffix in (".json", ".jsonl"):
-        return [read_row(source, number, line) for number, line in numbered_lines(path)]
+    if path.suffix in (".json", ".jsonl", ".parquet"):
+        try:
+            return [row for _, row in json_lines(path)]
+        except ValueError as error:
+            raise SystemExit(f"trl_grail: {error}") from None
     from datasets import load_dataset
 
     name, part, split = (*source.split(":", 2), "", "")[:3]
     return load_dataset(name, part or None, split=split or "train")
-
-
-def read_row(source: str, number: int, line: bytes) -> dict[str, Any]:
-    """A line's JSON object (SystemExit for anything else)."""
-    try:
-        row = read_json(line)
-    except ValueError as error:
-        raise SystemExit(f"trl_grail: {source}, line {number}: {why(error)}") from None
-    if not isinstance(row, dict):
-        raise SystemExit(f"trl_grail: {source}, line {number}: is no object")
-    return row
 
 
 def problem(row: dict[str, Any]) -> dict[str, Any]:
@@ -368,8 +356,12 @@ def parse_options() -> argparse.Namespace:
     add("--control", default="none", choices=get_args(Control), help=f"docs/credit.md {default}")
     add("--output", type=Path, help="default: outputs/trl_METHOD")
     add("--vllm", action="store_true", help="generate with vLLM on the same GPU")
-    bf16 = {"action": argparse.BooleanOptionalAction, "default": torch.cuda.is_available()}
-    add("--bf16", **bf16, help="with gradient checkpointing (default: on a GPU)")
+    add(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=torch.cuda.is_available(),
+        help="with gradient checkpointing (default: on a GPU)",
+    )
     add("--report-to", default="none", help=f"wandb, trackio, tensorboard, ... {default}")
     add("--resume", action="store_true", help="go on from the last checkpoint in --output")
     for name, value in (NUMBERS | (TINY if tiny else {})).items():

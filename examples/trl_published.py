@@ -9,8 +9,6 @@ and another number of processes keeps 256 responses an update. DeepSpeed keeps a
 float32, in which updates of 1e-6 do not vanish; without it the weights are float32. Not run on a GPU yet.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path
@@ -34,14 +32,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     of_model = {setting.name: setting.theirs for setting in MODEL}
-    data = "hub name, or a .jsonl file with `prompt` and `solution`"
     parser.add_argument(
         "--method", default="grail", choices=sorted(methods()), help="uniform: the baseline"
     )
     parser.add_argument(
         "--model", default=of_model["model_name_or_path"], help="hub name or folder"
     )
-    parser.add_argument("--data", default=next(iter(of_model["dataset_mixer"])), help=data)
+    parser.add_argument(
+        "--data",
+        default=next(iter(of_model["dataset_mixer"])),
+        help="hub name, or a .jsonl file with `prompt` and `solution`",
+    )
     parser.add_argument("--output", type=Path, help="default: outputs/trl_published_METHOD")
     parser.add_argument(
         "--set", action="append", default=[], help="NAME=VALUE of GRPOConfig's, in YAML"

@@ -97,9 +97,14 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
                 raise ValueError(
                     "a teacher (--teacher_model, teacher_prompt) has token advantages of its own"
                 )
-            mask_bW = grpo_batch.completion_mask
-            old_bW = grpo_batch.old_per_token_logps
-            parts.append((inputs["input_ids"], inputs["attention_mask"], mask_bW, old_bW))
+            parts.append(
+                (
+                    inputs["input_ids"],
+                    inputs["attention_mask"],
+                    grpo_batch.completion_mask,
+                    grpo_batch.old_per_token_logps,
+                )
+            )
         ids_BL, attention_BL, response_BL, old_BL = stacked(parts)
         rewards = (self._rewards_per_func * self.reward_weights).nansum(dim=1)
         rows = [{**sample.extra, **sample.rollout_infos} for sample in samples]

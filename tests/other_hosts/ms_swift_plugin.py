@@ -32,12 +32,7 @@ class Boxed(ORM):
 
 class RecordedTrainer(TokenWeightGRPOTrainer):
     def _postprocess_batch(self, samples: list[Any], batches: list[dict[str, Any]]):
-        policy = {
-            key: values.clone()
-            for key, values in self.accelerator.unwrap_model(self.model)
-            .state_dict()
-            .items()
-        }
+        policy = copy.deepcopy(self.accelerator.unwrap_model(self.model).state_dict())
         super()._postprocess_batch(samples, batches)
         step = self.state.global_step
         inputs = [

@@ -254,7 +254,7 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
     # No JSON, and JSON that is no row.
     for bad in ("{", "[1]", '"text"'):
         (tmp_path / "bad.jsonl").write_text("\n".join([*lines, bad]))
-        with pytest.raises(SystemExit, match=r"bad\.jsonl, line 21"):
+        with pytest.raises(SystemExit, match=r"bad\.jsonl:21"):
             problems(str(tmp_path / "bad.jsonl"))
 
 
