@@ -136,13 +136,14 @@ def read(folder: Path) -> tuple[list[Case], Counter[str]]:
                 f"{folder}: the values of {row.key} are not those of bench values ({error!r})"
             ) from error
         if not case.advantage:
-            counts["with advantage 0"] += 1
+            sort = "with advantage 0"
         elif case.steps < LEAST:
-            counts[f"with fewer than {LEAST} steps"] += 1
+            sort = f"with fewer than {LEAST} steps"
         else:
-            counts["incorrect" if case.advantage < 0 else "correct"] += 1
+            sort = "incorrect" if case.advantage < 0 else "correct"
             case.methods[NOISE] = TokenAdvantages(generator.normal(size=len(row)))
             cases.append(case)
+        counts[sort] += 1
     if not cases:
         raise ValueError(f"{folder}: no response with values can be used; {dict(counts)}")
     return cases, counts

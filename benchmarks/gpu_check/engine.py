@@ -30,7 +30,7 @@ FORWARD = 0.15
 """Least share of GRPO's step of one epoch that an update's own forward must save: a forward is 0.2 of it."""
 
 
-def run(outcome: Outcome, device: str = "cuda") -> None:
+def run(outcome: Outcome, device: str) -> None:
     """All checks; on the CPU at toy size. Where the recipe's micro-batch does not fit, responses go one at a time."""
     prepare_process(device)
     config = recipe()

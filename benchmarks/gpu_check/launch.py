@@ -34,7 +34,7 @@ WAIT = 10
 """Seconds between the kill and the second start."""
 
 
-def run(outcome: Outcome, device: str = "cuda") -> None:
+def run(outcome: Outcome, device: str) -> None:
     """All checks of the part."""
     command = [sys.executable, "-m", "benchmarks.gpu_check.machine", device]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as machine:

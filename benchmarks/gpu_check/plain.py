@@ -34,7 +34,7 @@ RANK = "rank correlation of the scores"
 PEAK = "peak, GiB"
 
 
-def run(outcome: Outcome, device: str = "cuda") -> None:
+def run(outcome: Outcome, device: str) -> None:
     """All checks of the part; on the CPU at toy size."""
     full = device == "cuda"
     # No TF32

@@ -38,7 +38,7 @@ LEAST = 0.99
 LONGEST = 24
 
 
-def run(outcome: Outcome, device: str = "cuda") -> None:
+def run(outcome: Outcome, device: str) -> None:
     """All checks of the part; on the CPU with few steps, after which no response need be correct."""
     full = device == "cuda"
     problems = random_problems(1000, steps=(2, 2))

@@ -26,6 +26,22 @@ def outcome(folder: Path) -> Outcome:
     return Outcome(folder / "part.md", "")
 
 
+def checked_dry(folder: Path, part: str, python: Path | str) -> subprocess.CompletedProcess:
+    """A part of the check at toy size, by this interpreter."""
+    script = ROOT / "scripts/gpu_check.sh"
+    line = ["bash", script, "--dry", part, "--results", folder]
+    environment = {**os.environ, "PYTHON": str(python)}
+    return subprocess.run(line, env=environment, capture_output=True, text=True)
+
+
+def in_place_of_python(folder: Path, commands: str) -> Path:
+    """A script of shell commands that can be started as the interpreter is."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{commands}\n")
+    python.chmod(0o755)
+    return python
+
+
 def tables(page: str) -> dict[str, dict[str, list[str]]]:
     """The rows of each table of a part's page, by its name and the row's first column."""
     named = {}
@@ -49,16 +65,7 @@ TABLES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("letter", some(PARTS, ("a",)))
 def test_a_part_at_toy_size(tmp_path: Path, letter: str):
-    line = [
-        "bash",
-        str(ROOT / "scripts/gpu_check.sh"),
-        "--dry",
-        letter,
-        "--results",
-        str(tmp_path),
-    ]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    done = checked_dry(tmp_path, letter, sys.executable)
     page = (tmp_path / f"{letter}.md").read_text()
     # A package that this environment does not have, such as TRL, is no failure of the part.
     if "lacks" in page:
@@ -173,22 +180,9 @@ def test_without_a_gpu_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: Any
 
 def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path):
     """verl imports the modules of the entry points all the same, from the clone's folders."""
-    python = tmp_path / "python"
-    # In the interpreter's place a script that shows what it was started with.
-    python.write_text('#!/bin/sh\necho "$VERL_USE_EXTERNAL_MODULES $PYTHONPATH"\n')
-    python.chmod(0o755)
-    line = [
-        "bash",
-        str(ROOT / "scripts/gpu_check.sh"),
-        "--dry",
-        "a",
-        "--results",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        line, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True
-    )
-    modules, path = done.stdout.split()
+    # It shows what it was started with.
+    python = in_place_of_python(tmp_path, 'echo "$VERL_USE_EXTERNAL_MODULES $PYTHONPATH"')
+    modules, path = checked_dry(tmp_path, "a", python).stdout.split()
     points = [
         tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"][
             "entry-points"
@@ -202,19 +196,16 @@ def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path):
 def test_the_callers_path_reaches_the_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    python = tmp_path / "python"
-    # In the interpreter's place a script that writes its path down, and fails.
-    python.write_text(f'#!/bin/sh\necho "$PYTHONPATH" > {tmp_path}/path\nexit 3\n')
-    python.chmod(0o755)
+    # It writes its path down, and fails.
+    python = in_place_of_python(tmp_path, f'echo "$PYTHONPATH" > {tmp_path}/path; exit 3')
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(trl_runs, "FOLDER", tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/packages/of/the/caller")
     checked = outcome(tmp_path)
     with checked.attempt("grail"):
         trl_runs.train_by(checked, "grail", 2, 1)
-    assert (tmp_path / "path").read_text().strip().split(os.pathsep)[
-        -1
-    ] == "/packages/of/the/caller"
+    path = (tmp_path / "path").read_text().strip()
+    assert path.endswith(f"{os.pathsep}/packages/of/the/caller")
     assert "failed: grail: the run ends well (exit status 3)" in checked.path.read_text()
 
 
@@ -235,16 +226,11 @@ def test_log_probabilities_rounded_to_bfloat16_are_found(
         lambda *values: -functional.cross_entropy(*values, reduction="none").bfloat16(),
     )
     machine.main("cpu")
-    lines = [
-        json.loads(line)
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("[")
-    ]
-    assert [(name, holds) for name, holds, _ in lines] == [
-        ("attention", True),
-        ("log probabilities", False),
-    ]
-    assert "VERL_DISABLE_FLASH_ATTN_CE=1" in lines[1][2]
+    lines = capsys.readouterr().out.splitlines()
+    results = [json.loads(line) for line in lines if line.startswith("[")]
+    assert results[0][:2] == ["attention", True]
+    assert results[1][:2] == ["log probabilities", False]
+    assert "VERL_DISABLE_FLASH_ATTN_CE=1" in results[1][2]
 
 
 def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(
@@ -292,18 +278,20 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(
 
 @pytest.mark.slow
 def test_part_a_needs_torch_transformers_and_pydantic_alone():
-    packages = {
-        "verl",
-        "tensordict",
-        "omegaconf",
-        "hydra",
-        "pyarrow",
-        "ray",
-        "vllm",
-        "math_verify",
-        "pandas",
-        "datasets",
-    }
+    packages = set(
+        [
+            "verl",
+            "tensordict",
+            "omegaconf",
+            "hydra",
+            "pyarrow",
+            "ray",
+            "vllm",
+            "math_verify",
+            "pandas",
+            "datasets",
+        ]
+    )
     imports = "sys, benchmarks.gpu_check.__main__, benchmarks.gpu_check.plain"
     program = f"import {imports}; print({packages} & {{*sys.modules}})"
     done = subprocess.run(
