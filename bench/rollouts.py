@@ -96,7 +96,7 @@ def judge_of(name: str, tokenizer: Any) -> Callable[[Prefix, Any], bool]:
 
     # Continuations repeat each other, and math-verify takes its time.
     @cache
-    def judge(ids: Prefix, ground_truth: Any) -> bool:
+    def judge(ids: Prefix, ground_truth: Any):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         score = compute_score("", text, ground_truth)
         return (score["score"] if isinstance(score, dict) else score) > 0
@@ -128,7 +128,7 @@ def drawer(options: argparse.Namespace, purpose: str, prompts: Sequence[Prefix])
     model = load()
     copies = options.samples
 
-    def draw(beginnings: Beginnings) -> list[list[list[int]]]:
+    def draw(beginnings: Beginnings):
         if not beginnings:
             return []
         numbers = []
@@ -157,13 +157,13 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
     folder = resolve_model(options.model)[0]
 
     @cache
-    def engine() -> Any:
+    def engine():
         # With the first request: a command that finds everything drawn starts none.
         started = start_engine(folder, longest, 1, prefix_cache=True)
         atexit.register(started.shutdown)
         return started
 
-    async def of_prefix(prefix: Prefix, limit: int) -> list[list[int]]:
+    async def of_prefix(prefix: Prefix, limit: int):
         parameters = SamplingParams(
             n=options.samples,
             temperature=options.temperature,
@@ -177,7 +177,7 @@ def _with_vllm(options: argparse.Namespace, purpose: str, longest: int) -> Draw:
             responses = [list(response.token_ids) for response in output.outputs]
         return responses
 
-    async def of_all(beginnings: Beginnings) -> list[list[list[int]]]:
+    async def of_all(beginnings: Beginnings):
         return await asyncio.gather(*itertools.starmap(of_prefix, beginnings))
 
     return lambda beginnings: runner.run(of_all(beginnings))
