@@ -32,34 +32,34 @@ _SUSPECT = re.compile(r"[^\x20-\x7e\u00a1-\u00ac\u00ae-\u02ff\u0370-\u0377]")
 LINE_BREAK = "\u21b5"
 
 
-def plain_file(path: Path, limit: float = math.inf) -> Path:
+def plain_file(path: Path) -> Path:
     """The path, where it is a plain file's; :func:`open_plain` opens one.
 
     Raises:
         OSError: it is not there, or may not be read.
-        ValueError: it is something else, such as a folder, a pipe or a device, or has more bytes than ``most``.
+        ValueError: it is something else, such as a folder, a pipe or a device.
     """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("is no plain file")
-    if status.st_size > limit:
-        raise ValueError(f"has {status.st_size:,} bytes, more than {limit:,}")
     return path
 
 
-def open_plain(path: Path, limit: float = math.inf) -> BinaryIO:
+def open_plain(path: Path) -> BinaryIO:
     """A :func:`plain_file`, open for reading, which never waits; the log of the kernel is an empty one."""
     return open(
-        plain_file(path, limit),
+        plain_file(path),
         "rb",
         opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK),
     )
 
 
-def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
-    """The content of a plain file; of one that grows meanwhile what was there."""
-    with open_plain(path, limit) as file:
-        return file.read(os.fstat(file.fileno()).st_size)
+def read_bytes(path: Path) -> bytes:
+    """The content of a plain file; of one that grows meanwhile what was there. ValueError: it is none, or too large."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST:
+            raise ValueError(f"has {size:,} bytes, more than {LARGEST:,}")
+        return file.read(size)
 
 
 def read_json(content: bytes | str) -> Any:

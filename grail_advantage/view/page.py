@@ -116,7 +116,7 @@ def _file_name(folders: Sequence[Path]) -> str:
     name = f"report_against_{'_'.join(folder.name for folder in folders)}.html"
     if len(os.fsencode(name)) <= LONGEST_NAME:
         return name
-    digest = hashlib.sha256(repr(list(map(str, folders))).encode()).hexdigest()
+    digest = hashlib.sha256(repr(folders).encode()).hexdigest()
     return f"report_against_{len(folders)}_runs_{digest[:8]}.html"
 
 

@@ -151,7 +151,7 @@ def header(step: int, *findings: Finding, **values: Any) -> dict[str, Any]:
     return received_header(step, findings=records, **{**plain, **values})
 
 
-def write_arrived(folder: Path, *findings: Finding, step: int = 3, update: int = 0) -> Path:
+def write_arrived(folder: Path, *findings: Finding, update: int = 0) -> Path:
     """A dump of responses of 3, 4 and 2 tokens, and beside it the file, which it returns, of what they received; one of the
     first one's tokens moved with its advantage."""
     lengths = [3, 4, 2]
@@ -165,11 +165,11 @@ def write_arrived(folder: Path, *findings: Finding, step: int = 3, update: int =
         )
         for place, length in enumerate(lengths)
     ]
-    write_step(folder, DumpHeader(step=step, update=update, method="grail"), table_of(rows))
+    write_step(folder, DumpHeader(step=3, update=update, method="grail"), table_of(rows))
     effect_BT = torch.full((3, 4), torch.nan)
     effect_BT[0, :3] = torch.tensor([0.01, -0.25, 0.0])
     table = received_table(receipt(), [row.key for row in rows], lengths, effect_BT)
-    return write_received(folder, header(step, *findings, update=update), table)
+    return write_received(folder, header(3, *findings, update=update), table)
 
 
 def write_conversations(folder: Path) -> None:
