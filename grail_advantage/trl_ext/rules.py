@@ -235,7 +235,7 @@ RULES = (
 def _trains_every_response(option: str) -> Rule:
     return Rule(
         option=option,
-        when=lambda a: bool(a[option]),
+        when=lambda a: a[option],
         because="it trains every response",
         remedy=SKIP_NOTHING,
     )
@@ -260,7 +260,7 @@ AGAINST_SKIPPING = (
     Rule(
         # The probe sees no noise that is smaller than the rounding of half precision.
         option="neftune_noise_alpha",
-        when=lambda a: bool(a["neftune_noise_alpha"]),
+        when=lambda a: a["neftune_noise_alpha"],
         because="other responses draw other noise",
         remedy=SKIP_NOTHING,
     ),
