@@ -443,7 +443,7 @@ TABLE = {
     },
     "grail_advantage/weigh.py::_given_advantages": {
         # Given advantages train masked responses.
-        "A & B.trains => A": "core/test_turns.py::test_no_method_trains_a_masked_row",
+        "A & B.trains => A": "core/test_weights_by_hand.py::test_given_advantages",
     },
     "grail_advantage/answers/span.py::": {
         # The last answer is the first.

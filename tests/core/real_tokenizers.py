@@ -16,20 +16,11 @@ from typing import Literal
 from unittest import mock
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """The word splitting of both; Qwen takes digits one by one, Llama 3 up to three at a time."""
-CHARACTERS = "0123456789+-=*/() \n\\{}$.,abcdefghijklmnopqrstuvwxyz"
 TOKENS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """In the order of their ids; ``llama3_special`` without the reserved ones at its end, ``qwen3_text`` being no special ones."""
 QWEN_TEXT = TOKENS["qwen3_text"]
@@ -120,23 +111,6 @@ def sentencepiece_tokenizer(kind: Literal["bpe", "unigram"]) -> PreTrainedTokeni
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-def char_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """One token for each character, as tiny models use; the specials come first. A new object at each call."""
-    vocabulary = {
-        token: i
-        for i, token in enumerate(
-            ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *characters]
-        )
-    }
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, additional_special_tokens=["<|im_start|>"], **special
     )
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tests.core.plain_weights import MAPS, to_mass
+from tests.core.tiny_models import decode
 
 OFFICIAL = {
     "leaf": "embeddings",
@@ -180,7 +181,6 @@ def row_weights(
 
 def reference_weights(
     model: PlainModel,
-    characters: dict[int, str],
     input_ids: list[list[int]],
     attention_mask: list[list[int]],
     response_mask: list[list[int]],
@@ -189,12 +189,12 @@ def reference_weights(
     temperature: float = 1.0,
     boxes: Callable[[str], list[Span]] = boxed_spans,
 ) -> ReferenceResult:
-    """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character, `boxes` finds answers."""
+    """Weights, scores and spans of a padded batch; `boxes` finds answers in a text."""
     result = ReferenceResult([], [], [])
     rows = zip(input_ids, attention_mask, response_mask, advantages, strict=True)
     for ids, attention, mask, advantage in rows:
         positions = [p for p in range(len(ids)) if mask[p] == 1]
-        spans = boxes("".join(characters[ids[p]] for p in positions)) or [None]
+        spans = boxes(decode(ids[p] for p in positions)) or [None]
         span = spans[0 if options["span"] == "first" else -1]
         token_scores = [math.nan] * len(positions)
         if span is not None:

@@ -4,12 +4,10 @@ expression has one second of its own; runs whose responses have no answers stop,
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +22,9 @@ from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.method import build
 from tests.core.common import rollouts_of
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
-from tests.core.tiny_models import encode
+from tests.core.tiny_models import encode, read_lines
 
-BY_HAND = list(
-    map(json.loads, Path(__file__).with_name("boxes.jsonl").read_text().splitlines())
-)
+BY_HAND = read_lines("boxes.jsonl")
 """A format, a text with a character a byte, and start, content and end of each answer in it."""
 UNITS = {
     "boxed": [b"\\boxed{", b"boxed", b"{", b"}", b"\\"],

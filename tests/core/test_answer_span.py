@@ -3,7 +3,6 @@ joined are the response; and tokenizers, loaded as their checkpoints mean them."
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterable
 from importlib.resources import files
@@ -27,6 +26,7 @@ from grail_advantage.answers.tokenizers import load_tokenizer
 from tests.core import real_tokenizers as real
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
 from tests.core.real_tokenizers import save_under_class
+from tests.core.tiny_models import char_tokenizer, encode, read_lines
 from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.shipped import load_shipped
 
@@ -68,12 +68,7 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
     )
 
 
-BY_HAND = list(
-    map(
-        json.loads,
-        Path(__file__).with_name("spans.jsonl").read_text(encoding="utf-8").splitlines(),
-    )
-)
+BY_HAND = read_lines("spans.jsonl")
 """A format, the texts of tokens, which answer, and its span in them."""
 
 
@@ -90,14 +85,14 @@ def test_spans_by_hand(decoder: Any) -> None:
 
 
 def test_every_kind_of_row() -> None:
-    tokenizer = real.char_tokenizer()
-    two = tokenizer.encode("\\boxed{1}\\boxed{2}")
+    tokenizer = char_tokenizer()
+    two = encode("\\boxed{1}\\boxed{2}")
     assert (
         find_answer_spans([two], tokenizer)
         == [find_answer_span(two, tokenizer)]
         == [AnswerSpan(9, 16, 17, 18)]
     )
-    ids = tokenizer.encode("x = \\boxed{1-2}.")
+    ids = encode("x = \\boxed{1-2}.")
     # A character a token: "x = " takes 4, the opener 7, the content 3, the brace 1.
     expected = AnswerSpan(4, 11, 14, 15)
     rows = [
@@ -127,11 +122,12 @@ def test_every_kind_of_row() -> None:
 
 def test_each_tokenizer_has_its_own_table() -> None:
     """Tokenizers that die leave their ids, which later ones take over."""
-    ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
     # The one before is still alive when the next is made, so that every other id is the same
     for number in range(20):
-        tokenizer = real.char_tokenizer("\\boxed{1}" if number % 3 else "\\boxed}1{")
-        assert (find_answer_span(ids, tokenizer) is None) == (number % 3 == 0)
+        tokenizer = word_tokenizer("\\boxed{1}" if number % 3 else "\\boxed}1{")
+        # The nine characters come after <unk> and <eos>.
+        span = find_answer_span(list(range(2, 11)), tokenizer)
+        assert (span is None) == (number % 3 == 0)
 
 
 @pytest.fixture(scope="module", params=["qwen", "llama3"])

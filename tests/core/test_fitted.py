@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grail_advantage import AnswerSpan
-from grail_advantage.data import ENTROPY, OLD_LOG_PROBS
+from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Weighed
 from grail_advantage.method import build
 from tests.core.common import FITTED, rollouts_of, weighed
 from tests.core.tiny_models import encode
@@ -39,19 +39,15 @@ def plain_credit(
     for step, peak in enumerate(peaks):
         earlier_peak = max(peaks[:step], default=0.0)
         sum_before = sum(peaks[:step])
-        is_answer = answered and step == len(peaks) - 1
+        is_answer = step == last
         values = [
             1.0,
             math.log1p(peak),
             math.log1p(sum(surprisals[step])),
             max(entropies[step]),
-        ]
-        values += [
             not is_answer and peak == max(peaks[:last]),
             math.log1p(earlier_peak),
             math.log1p(sum_before),
-        ]
-        values += [
             step / max(1, len(peaks) - 1),
             is_answer,
             math.log1p(peak) * math.exp(-earlier_peak),
@@ -66,9 +62,9 @@ def plain_credit(
 
 def test_credit_by_plain_loops() -> None:
     generator = torch.Generator().manual_seed(0)
-    longest = max(map(len, TEXTS))
-    log_probs = -2 * torch.rand((3, longest), generator=generator)
-    entropy = torch.rand((3, longest), generator=generator)
+    lengths = list(map(len, TEXTS))
+    log_probs = -2 * torch.rand((3, max(lengths)), generator=generator)
+    entropy = torch.rand((3, max(lengths)), generator=generator)
     # The first answer is followed by text, which is of its step; the third has nothing before it.
     start = TEXTS[0].index("\\")
     spans = [
@@ -80,65 +76,45 @@ def test_credit_by_plain_loops() -> None:
     r = rollouts_of(
         [encode(text) for text in TEXTS], ADVANTAGES, spans=spans, columns=columns
     )
-    w = weighed(build("fitted", FITTED), r)
-    expected = []
+    credits = []
     for row, (steps, advantage) in enumerate(zip(STEPS, ADVANTAGES, strict=True)):
         assert "".join(steps) == TEXTS[row]
-        # Steps of 4, 2 and 4 tokens begin at 0, 4 and 6.
-        ends = np.cumsum(list(map(len, steps)))
-        ranges = list(zip([0, *ends[:-1]], ends, strict=True))
-        surprisals = [(-log_probs[row, a:b]).tolist() for a, b in ranges]
-        entropies = [entropy[row, a:b].tolist() for a, b in ranges]
-        credit = plain_credit(surprisals, entropies, advantage, spans[row] is not None)
-        expected.append(np.repeat(credit, list(map(len, steps))))
-    # Credits are scaled to the root mean square of the advantages, over tokens.
-    square = sum(float(of_row @ of_row) for of_row in expected)
-    uniform = sum(
-        advantage**2 * len(text) for advantage, text in zip(ADVANTAGES, TEXTS, strict=True)
-    )
-    for row, of_row in enumerate(expected):
-        got = w.advantages[row, : len(of_row)].numpy()
-        np.testing.assert_allclose(
-            got, of_row * math.sqrt(uniform / square), rtol=1e-4, atol=1e-6
+        sizes = list(map(len, steps))
+        surprisals, entropies = (
+            [part.tolist() for part in values[row, : lengths[row]].split(sizes)]
+            for values in (-log_probs, entropy)
         )
-    trained = w.advantages[r.mask].double()
-    assert (
-        float(trained.square().sum()) == pytest.approx(uniform, rel=1e-5)
-        and (trained < 0).any()
-        and (trained > 0).any()
-    )
+        credit = plain_credit(surprisals, entropies, advantage, spans[row] is not None)
+        credits.append(np.repeat(credit, sizes))
+    expected = np.concatenate(credits)
+    # Credits are scaled to the root mean square of the advantages, over tokens.
+    scale = np.linalg.norm(np.repeat(ADVANTAGES, lengths)) / np.linalg.norm(expected)
+    actual = weighed(build("fitted", FITTED), r).advantages[r.mask]
+    np.testing.assert_allclose(actual, expected * scale, rtol=1e-4, atol=1e-6)
+
+
+def weigh(last: float, **options: str) -> Weighed:
+    """The second text, with this log-probability of its last token."""
+    log_probs = torch.full((1, len(TEXTS[1])), -0.1)
+    log_probs[0, -1] = last
+    columns = {OLD_LOG_PROBS: log_probs, ENTROPY: torch.full_like(log_probs, 0.1)}
+    r = rollouts_of([encode(TEXTS[1])], [0.5], columns=columns)
+    return weighed(build("fitted", options), r)
 
 
 def test_steps_unlike_those_of_the_fit_are_counted() -> None:
-    longest = len(TEXTS[1])
-    ordinary = {
-        OLD_LOG_PROBS: -torch.full((1, longest), 0.1),
-        ENTROPY: torch.full((1, longest), 0.1),
-    }
-    surprising = {**ordinary, OLD_LOG_PROBS: ordinary[OLD_LOG_PROBS].clone()}
-    # In the last of six steps, of a fit whose steps were far less surprising.
-    surprising[OLD_LOG_PROBS][0, -1] = -50.0
-    rates = []
-    for columns in (ordinary, surprising):
-        r = rollouts_of([encode(TEXTS[1])], [0.5], spans=[None], columns=columns)
-        rates.append(weighed(build("fitted", FITTED), r).metrics["outside_fit_rate"])
+    # The last of six steps, of a fit whose steps were far less surprising.
+    rates = [weigh(last, **FITTED).metrics["outside_fit_rate"] for last in (-0.1, -50.0)]
     assert rates == [0, pytest.approx(1 / 6)]
 
 
 def test_a_file_that_is_none_of_the_fit_is_refused(tmp_path: Path) -> None:
-    r = rollouts_of(
-        [encode("1=1")],
-        [0.5],
-        spans=[None],
-        columns={OLD_LOG_PROBS: -torch.ones(1, 3), ENTROPY: torch.ones(1, 3)},
-    )
-    with pytest.raises(ValueError, match="bench fit"):
-        weighed(build("fitted"), r)
+    # None at all.
+    with pytest.raises(ValueError, match="write one with python -m bench fit"):
+        weigh(-0.1)
     path = tmp_path / "fit.json"
     # Other features, a coefficient for one of them, and no separator.
     for change in ({"features": ["constant"]}, {"incorrect": [1.0]}, {"separator": None}):
         path.write_text(json.dumps(FIT | change))
         with pytest.raises(ValueError, match="write one with python -m bench fit"):
             build("fitted", {"file": str(path)})
-    with pytest.raises(ValueError, match="write one with python -m bench fit"):
-        build("fitted", {"file": str(tmp_path / "none.json")})

@@ -28,7 +28,6 @@ from tests.core.tiny_models import (
     Rollout,
     char_tokenizer,
     compute,
-    id_to_character,
     make_batch,
     tiny_model,
 )
@@ -72,7 +71,6 @@ def assert_matches(
     got = compute(model, batch, config, temperature=temperature, answer=answer)
     expected = reference_weights(
         plain,
-        id_to_character(),
         *tensors,
         options=resolve(preset, **options),
         temperature=temperature,

@@ -3,7 +3,6 @@ verifiers of docs/turns.md on objects with the fields of theirs. Then the method
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -11,7 +10,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,13 @@ import pytest
 import regex
 import torch
 
-from grail_advantage import AdvantageMethod, Rollouts, turn_advantages, turns_to_tokens
+from grail_advantage import Rollouts, turn_advantages, turns_to_tokens
 from grail_advantage.answers.text import decode_pieces
 from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.text import Pattern, StepValues, cut, matched, result
 from tests.core.common import rollouts_of, weighed
 from tests.core.plain_weights import close
-from tests.core.tiny_models import END, encode
+from tests.core.tiny_models import END, encode, read_lines
 
 NAN = math.nan
 
@@ -247,12 +245,7 @@ def test_methods_and_plain_lists_against_loops(name: str) -> None:
 
 # Rewards 1 and 2 with the outcome 8: from its three turns on it earns 11, 10 and 8.
 THREE = Talk(["a", "b", "c"], ["x", "y"], [1.0, 2.0], 8.0)
-ALIGNED = list(
-    map(
-        json.loads,
-        Path(__file__).with_name("aligned.jsonl").read_text(encoding="utf-8").splitlines(),
-    )
-)
+ALIGNED = read_lines("aligned.jsonl")
 """Of a response of three turns: a list of rewards, options, and each turn's advantage."""
 
 
@@ -525,20 +518,6 @@ def test_step_values_against_loops(seed: int) -> None:
             StepValues(separator=";+", shrink=shrink), batch_of(rows)
         )
         close(advantages, plain_step_values(rows, shrink), 1e-5)
-
-
-def test_no_method_trains_a_masked_row() -> None:
-    class Careless(AdvantageMethod):
-        def select(self, r: Rollouts) -> torch.Tensor:
-            return torch.ones(len(r), dtype=torch.bool)
-
-        def scores(self, r: Rollouts, of_pass: torch.Tensor | None) -> torch.Tensor:
-            return torch.ones(r.mask.shape)
-
-    advantages = token_advantages(
-        Careless(), batch_of([sentence(0.5, "a"), sentence(-0.5, "b", masked=True)])
-    )
-    assert advantages == [[1.0, 1.0], [0.0, 0.0]]
 
 
 RESULTS = {

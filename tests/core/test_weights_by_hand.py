@@ -5,10 +5,8 @@ maps, by hand and against loops; that a model's columns are its own: ``test_door
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +28,7 @@ from tests.core.common import MAPS as MAP_NAMES
 from tests.core.common import Given, few, rollouts_of, weighed
 from tests.core.plain_weights import Row as Columns
 from tests.core.plain_weights import batch_of, close, random_rows, weights_of
-from tests.core.tiny_models import char_tokenizer, tiny_model
+from tests.core.tiny_models import char_tokenizer, read_lines, tiny_model
 
 NAN = math.nan
 INF = math.inf
@@ -294,8 +292,7 @@ LOW = 0.125
 
 def test_columns_by_hand() -> None:
     """Of what the random responses below have not: advantage, log-probabilities, entropies and span of each, and weights."""
-    for line in Path(__file__).with_name("columns.jsonl").read_text().splitlines():
-        case = json.loads(line)
+    for case in read_lines("columns.jsonl"):
         rows = [
             Columns(*columns, span and AnswerSpan(*span)) for *columns, span in case["rows"]
         ]

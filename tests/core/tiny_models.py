@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,17 +35,23 @@ PAD_ID = len(CHARACTERS)
 END_ID = len(CHARACTERS) + 1
 
 
-def id_to_character() -> dict[int, str]:
-    """Token id to its character, with a character that is in no text for the two special tokens."""
-    return {**dict(enumerate(CHARACTERS)), PAD_ID: "\0", END_ID: "\0"}
-
-
 def encode(text: str) -> list[int]:
     """Token ids, one a character; a trailing ``<end>`` is the end token."""
     body = text.removesuffix(END)
     return [CHARACTERS.index(character) for character in body] + [END_ID] * text.endswith(
         END
     )
+
+
+def decode(ids: Iterable[int]) -> str:
+    """A character a token, of the two special tokens one that is in no text."""
+    return "".join([*CHARACTERS, "\0", "\0"][token] for token in ids)
+
+
+def read_lines(name: str) -> list[Any]:
+    """The cases of a file of this folder, one JSON value a line."""
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return list(map(json.loads, text.splitlines()))
 
 
 SIZES = {
@@ -223,8 +230,7 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
     return Batch(ids_BL, (kinds_BL > 0).long(), (kinds_BL == 2).long(), advantages)
 
 
-_LINES = Path(__file__).with_name("rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-ROLLOUTS = {line.pop("name"): Rollout(**line) for line in map(json.loads, _LINES)}
+ROLLOUTS = {line.pop("name"): Rollout(**line) for line in read_lines("rollouts.jsonl")}
 """By what is special about their answer."""
 
 

@@ -9,7 +9,7 @@ import verl  # noqa: F401  its plugin registers the estimators
 
 from grail_advantage import Grail
 from tests.core import reference
-from tests.core.tiny_models import ROLLOUTS, compute, id_to_character, make_batch
+from tests.core.tiny_models import ROLLOUTS, compute, make_batch
 from tests.verl_ext.ranks import ARCHITECTURES
 
 BATCH = [
@@ -32,7 +32,7 @@ def test_scores_and_weights_are_those_of_plain_autograd(name: str):
         alone = make_batch([rollout])
         row = [tensor.tolist() for tensor in alone.tensors()]
         options = reference.resolve(**OPTIONS)
-        expected = reference.reference_weights(plain, id_to_character(), *row, options)
+        expected = reference.reference_weights(plain, *row, options)
         for column in ("scores", "weights"):
             actual_T = getattr(result, column)[at, batch.response_mask[at].bool()]
             expected_T = torch.tensor(getattr(expected, column))[alone.response_mask.bool()]
