@@ -343,7 +343,7 @@ TABLE = {
     "grail_advantage/weigh.py::_order": {
         # Every step has the same control.
         "A.step => 0": (
-            "core/test_contract.py::test_the_shuffled_control_has_the_same_weights_on_other_tokens"
+            "core/test_contract.py::test_the_shuffled_control_has_the_same_values_on_other_tokens"
         ),
     },
     "grail_advantage/methods/oar.py::_gradient": {

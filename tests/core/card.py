@@ -39,41 +39,9 @@ COPIES = ("aten._to_copy", "aten.copy_")
 """From device to device."""
 
 
-class OnCard(torch.Tensor):
-    """A tensor of the card."""
-
-    of_cpu: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> OnCard:
-        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE
-        )
-        tensor.of_cpu = inner
-        return tensor
-
-    def __repr__(self, **_: Any) -> str:
-        return f"OnCard({self.of_cpu})"
-
-    def tolist(self) -> Any:
-        return self.of_cpu.tolist()
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return _run(func, args, dict(kwargs or {}))
-
-
-class _Card(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return _run(func, args, dict(kwargs or {}))
-
-
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(_owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """An operation on tensors of the card or of the CPU."""
+    kwargs = dict(kwargs or {})
     name = str(func)
     tensors = [
         value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
@@ -108,6 +76,33 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return same[id(value)] if id(value) in same else OnCard(value)
 
     return tree_map_only(torch.Tensor, to_card, result)
+
+
+class OnCard(torch.Tensor):
+    """A tensor of the card."""
+
+    of_cpu: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OnCard:
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE
+        )
+        tensor.of_cpu = inner
+        return tensor
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnCard({self.of_cpu})"
+
+    def tolist(self) -> Any:
+        return self.of_cpu.tolist()
+
+    __torch_dispatch__ = classmethod(_run)
+
+
+class _Card(TorchDispatchMode):
+    __torch_dispatch__ = _run
 
 
 @contextmanager

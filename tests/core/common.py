@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.strategies import SearchStrategy, sampled_from
 from torch import nn
 
 from grail_advantage.data import Rollouts, Row, RowScores, Weighed
@@ -51,10 +52,10 @@ def rollouts_of(
         "mask": mask,
         "tokenizer": char_tokenizer(),
         "known_spans": {"first": answers, "last": answers},
+        "advantages": torch.as_tensor(advantages, dtype=torch.float32),
+        "prompts": [torch.ones(1, dtype=torch.int64)] * len(responses),
+        "responses": [torch.tensor(ids, dtype=torch.int64) for ids in responses],
     }
-    fields["advantages"] = torch.as_tensor(advantages, dtype=torch.float32)
-    fields["prompts"] = [torch.ones(1, dtype=torch.int64)] * len(responses)
-    fields["responses"] = [torch.tensor(ids, dtype=torch.int64) for ids in responses]
     return Rollouts(**fields | parts)
 
 
@@ -79,23 +80,27 @@ def weighed(
     """What a method makes of responses, the way every host goes; what holds for every method is checked."""
     w = weigh(responses, method, Given(of_pass))
     assert w.weights.dtype == w.advantages.dtype == w.scores.dtype == torch.float32
-    assert (
-        bool((w.weights.isfinite() & (w.weights >= 0)).all())
-        and not w.advantages.isnan().any()
-    )
+    assert w.weights.isfinite().all() and (w.weights >= 0).all()
+    assert not w.advantages.isnan().any()
     assert not w.weights[~responses.mask].any() and not w.advantages[~responses.mask].any()
     return w
 
 
 def few(examples: int) -> settings:
     """So many examples of a property, the same ones every time."""
-    common: dict[str, Any] = {
-        "phases": (Phase.generate, Phase.shrink),
-        "suppress_health_check": list(HealthCheck),
-    }
     return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, **common
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
     )
+
+
+def sampled(options: Mapping[str, Sequence[Any]]) -> dict[str, SearchStrategy]:
+    """Each option with any of its values."""
+    return {name: sampled_from(values) for name, values in options.items()}
 
 
 def some(names: Iterable[Any], by_day: Collection[Any]) -> list[Any]:

@@ -243,7 +243,7 @@ def through_map(
             places = [
                 index for index in places if row.span is not None and index < row.span.start
             ]
-        scores = [max(0.0, of_row[index]) for index in places]
+        scores = [of_row[index] for index in places]
         signs = {"wrong": (-1,), "correct": (1,), "all": (-1, 1)}
         inside = np.sign(row.advantage) in signs[gate]
         if inside and places and all(map(math.isfinite, scores)):
@@ -263,14 +263,20 @@ def surprisal(rows: Sequence[Row], **options: Any) -> Weights:
     """Through a map."""
     default = {"reshaper": "top", "gate": "wrong", "statistics": "reasoning"}
     return through_map(
-        rows, lambda row: [-value for value in row.log_probs], **default | options
+        rows,
+        lambda row: [max(0.0, -value) for value in row.log_probs],
+        **default | options,
     )
 
 
 def entropy(rows: Sequence[Row], **options: Any) -> Weights:
     """Through a map."""
     default = {"reshaper": "mean_ratio", "gate": "all", "statistics": "response"}
-    return through_map(rows, lambda row: list(row.entropies), **default | options)
+    return through_map(
+        rows,
+        lambda row: [max(0.0, value) for value in row.entropies],
+        **default | options,
+    )
 
 
 def each_token(

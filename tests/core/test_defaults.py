@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from grail_advantage import Rollouts, TokenWeights, compute_token_weights
+from grail_advantage.check import part
 from grail_advantage.data import Weighed, joined
 from grail_advantage.maps import MAPS
 from grail_advantage.method import build, methods
 from grail_advantage.receipt import Watch, check
 from tests.core.common import METHODS, weighed
 from tests.core.receipt_loop import TOKEN_MEAN, ppo, rollout, train
-from tests.core.test_contract import case, method_of, part
+from tests.core.test_contract import PASS, case, method_of
+from tests.core.test_doors import valid_weights
 from tests.core.test_options import batch as turns
 from tests.core.test_rlsd import example, tiny_tokenizer
-from tests.core.tiny_models import ROLLOUTS, make_batch, tiny_model
 
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULTS = [*DTYPES, "meta"]
@@ -53,9 +54,9 @@ def numbers(w: Weighed | TokenWeights) -> dict[str, Any]:
 
 
 @cache
-def batches() -> list[tuple[Rollouts, torch.Tensor]]:
+def batches() -> list[Rollouts]:
     """Ordinary ones, one with tools and turns, and one in which nothing trains; with the numbers of a pass."""
-    plain, of_pass = case(12, gap=True)
+    plain = case(12, gap=True)
     draw = torch.Generator().manual_seed(1)
     changes = (
         plain.advantages,
@@ -63,9 +64,10 @@ def batches() -> list[tuple[Rollouts, torch.Tensor]]:
         torch.zeros(12),
         torch.tensor([-2, 1, 0, 3] * 3),
     )
+    of_pass = {PASS: torch.rand(turns().mask.shape, generator=draw)}
     return [
-        *((replace(plain, advantages=advantages), of_pass) for advantages in changes),
-        (turns(), torch.rand(turns().mask.shape, generator=draw)),
+        *(replace(plain, advantages=advantages) for advantages in changes),
+        replace(turns(), columns=turns().columns | of_pass),
         # No response at all.
         case(0, 0),
     ]
@@ -77,42 +79,32 @@ def test_every_method_weighs_the_same(name: str) -> None:
     options += [{"reshaper": reshaper} for reshaper in MAPS]
     fields = methods()[name].model_fields
     options = [{}, *(option for option in options if option.keys() <= fields.keys())]
-    for number, (r, of_pass) in enumerate(batches()):
+    for number, r in enumerate(batches()):
         for changes in options:
             method = method_of(name, **changes)
-            expected = numbers(weighed(method, r, of_pass))
+            expected = numbers(weighed(method, r, r.columns[PASS]))
             for name_of_default in DEFAULTS:
                 with default(name_of_default):
-                    actual = numbers(weighed(method, r, of_pass))
-                    again = joined([part((r, of_pass), list(range(len(r))))[0]])
-                    assert again.mask.shape == r.mask.shape
+                    again = joined([part(r, range(len(r)))])
+                    actual = numbers(weighed(method, again, again.columns[PASS]))
                 assert actual == expected, (name_of_default, number, changes)
 
 
 @pytest.mark.parametrize("name", WITH_A_PASS)
 def test_a_pass_scores_the_same(name: str) -> None:
     """Through the door for padded tensors; the model was made before. A model's own forward need not know such a device."""
-    kinds = ("box at the end", "right", "several boxes", "no box")
-    batch = make_batch([ROLLOUTS[kind] for kind in kinds])
-    model = tiny_model(layers=2)
-    tokenizer = tiny_tokenizer()
-    method = build(name)
-    parts = {
-        "groups": torch.tensor([0, 0, 1, 1]),
-        "examples": [example("?", "4")] * 4,
-        "rewards": torch.ones(4),
+    arguments = valid_weights() | {
+        "config": build(name),
+        "tokenizer": tiny_tokenizer(),
+        "examples": [example("?", "4")] * 3,
+        "old_log_probs": None,
+        "entropy": None,
     }
-
-    def run() -> dict[str, Any]:
-        return numbers(
-            compute_token_weights(model, tokenizer, *batch.tensors(), method, **parts)
-        )
-
-    expected = run()
+    expected = numbers(compute_token_weights(**arguments))
     for name_of_default in DEFAULTS:
         # The model was made before: only what the package makes counts.
         with default(name_of_default):
-            actual = run()
+            actual = numbers(compute_token_weights(**arguments))
         assert actual == expected, name_of_default
 
 

@@ -357,25 +357,20 @@ ADAPTERS: list[PeftConfig] = [
     LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False, use_dora=True),
     PrefixTuningConfig(**TASK, num_virtual_tokens=3),
 ]
-LOGITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    # Three positions in front, with or without their logits; the last position alone; the next one's.
-    "prepended": lambda logits: logits,
-    "prepended, trimmed in front": lambda logits: logits[:, 3:],
-    "last": lambda logits: logits[:, -1:],
-    "later": lambda logits: logits.roll(1, dims=1),
-}
 
 
-def with_logits(kind: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A language model with positions of its own, as wrappers for soft prompts, distillation or labels have them."""
+def with_logits(
+    change: Callable[[torch.Tensor], torch.Tensor], prepended: int = 0
+) -> nn.Module:
+    """A language model with other logits and positions of its own in front, as wrappers for soft prompts, distillation or
+    labels have them."""
     model = tiny_model(layers=1)
-    front = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(0))
+    front = torch.randn(1, prepended, 16, generator=torch.Generator().manual_seed(0))
     inner = model.forward
 
     def forward(input_ids: torch.Tensor, **_: Any) -> Any:
         vectors = model.get_input_embeddings()(input_ids)
-        if "prepended" in kind:
-            vectors = torch.cat([front.expand(len(vectors), -1, -1), vectors], dim=1)
+        vectors = torch.cat([front.expand(len(vectors), -1, -1), vectors], dim=1)
         output = inner(inputs_embeds=vectors)
         output.logits = change(output.logits)
         return output
@@ -384,18 +379,21 @@ def with_logits(kind: str, change: Callable[[torch.Tensor], torch.Tensor]) -> nn
     return model
 
 
-@pytest.mark.parametrize("kind", [*LOGITS, "virtual tokens", "no logits"])
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "prepended": lambda: with_logits(lambda logits: logits, prepended=3),
+    "trimmed in front": lambda: with_logits(lambda logits: logits[:, 3:], prepended=3),
+    "the last position alone": lambda: with_logits(lambda logits: logits[:, -1:]),
+    "the next one's": lambda: with_logits(lambda logits: logits.roll(1, dims=1)),
+    "virtual tokens": lambda: get_peft_model(
+        tiny_model(layers=1), PromptTuningConfig(**TASK, num_virtual_tokens=5)
+    ),
+    "no logits": lambda: tiny_model(layers=1).model,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_with_other_positions_is_refused(kind: str) -> None:
-    if kind == "virtual tokens":
-        model = get_peft_model(
-            tiny_model(layers=1), PromptTuningConfig(**TASK, num_virtual_tokens=5)
-        )
-    else:
-        model = (
-            with_logits(kind, LOGITS[kind])
-            if kind in LOGITS
-            else tiny_model(layers=1).model
-        )
+    model = REFUSED[kind]()
     for method in PASSES:
         with pytest.raises(ValueError):
             compute(model, RIGHT, method)
@@ -419,7 +417,7 @@ def test_log_probs_of_a_changed_model_are_its_own() -> None:
     """Of adapters, and of one that changes its logits behind its head, as Gemma's and Granite's."""
     plain = surprisal(tiny_model(layers=1))
     changed = [surprisal(tiny_model(layers=1), 0.7)]
-    changed.append(surprisal(with_logits("halved", lambda logits: logits / 2)))
+    changed.append(surprisal(with_logits(lambda logits: logits / 2)))
     for config in ADAPTERS:
         torch.manual_seed(0)
         changed.append(surprisal(get_peft_model(tiny_model(layers=1), config)))

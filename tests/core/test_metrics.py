@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, Grail, metrics
+from grail_advantage import AnswerSpan, metrics
 from grail_advantage.data import Weighed
 from grail_advantage.effect import effect_figures, rank_correlation
 from grail_advantage.method import build
 from grail_advantage.metrics import figures
-from tests.core.common import rollouts_of, weighed
+from tests.core.common import rollouts_of
 
 SPAN = AnswerSpan(0, 0, 1, 1)
 
 
 def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
-    """The figures token by token, but those of the change."""
-    sizes = w.rollouts.advantages.abs().tolist()
+    """The figures token by token; of answers the content is the first token."""
+    advantages = w.rollouts.advantages
+    sizes = advantages.abs().tolist()
     rows = [
         x[mask].tolist()
         for x, mask in zip(w.weights.double(), w.rollouts.mask, strict=True)
@@ -31,6 +32,11 @@ def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
     masses = sorted((x * size for row, size in pairs if size for x in row), reverse=True)
     tenth = masses[: round(len(masses) / 10)]
     finite = sorted(filter(math.isfinite, norms))
+    change = (w.weights.double() - 1).abs() * advantages.abs()[:, None]
+    of_answers = torch.where(w.rollouts.answered & w.rollouts.mask[:, 0], change[:, 0], 0.0)
+    total = float(change[w.rollouts.mask].sum())
+    correct = float(of_answers[advantages > 0].sum()) / total
+    incorrect = float(of_answers[advantages < 0].sum()) / total
     rates = {
         "answer_found_rate": w.rollouts.answered,
         "selected_rate": w.selected,
@@ -48,6 +54,9 @@ def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
         ),
         "top_share": fsum(tenth) / fsum(masses),
         "advantage_scale": fsum(masses) / fsum(len(row) * size for row, size in pairs),
+        "change_correct_answers": correct,
+        "change_incorrect_answers": incorrect,
+        "change_scores": 1 - correct - incorrect,
         # The nearest rank.
         "gradient_norm_p10": finite[math.ceil(0.1 * len(finite)) - 1],
         "gradient_norm_p90": finite[math.ceil(0.9 * len(finite)) - 1],
@@ -97,28 +106,12 @@ def test_figures_token_by_token(level: float) -> None:
     )
     got = figures(w, norms)
     expected = plainly(w, norms.tolist())
-    # Both kinds of response are there.
-    assert 0 < expected["weight_one_rate"] < 1
-    assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    # Every kind of response is there.
+    assert all(expected.values()) and expected["weight_one_rate"] < 1
+    assert got == pytest.approx(expected, rel=1e-12)
     assert list(got) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]
     # The caller's norms are left alone.
     assert torch.equal(norms.nan_to_num(), copy.nan_to_num())
-
-
-def test_what_a_change_consists_of() -> None:
-    """An answer's bonus of 4 on one token of a correct and on two of an incorrect response, scores alone, and nothing."""
-    spans = [AnswerSpan(2, 2, 3, 3), AnswerSpan(1, 2, 4, 4)]
-    r = rollouts_of([[0] * 5, [0] * 4], [1.0, -0.25], spans=spans)
-    of_pass = torch.tensor([[1.0] * 5, [9.0, 1.0, 1.0, 1.0, 1.0]])
-    # The bonus times the advantage: 4 in the correct response, twice 1 in the incorrect one.
-    for options, shares in (
-        ({"control": "answer"}, [4 / 6, 2 / 6, 0.0]),
-        ({"control": "answer", "content_outside_gate": False}, [0.0, 1.0, 0.0]),
-        ({"content_weight": 1.0}, [0.0, 0.0, 1.0]),
-        ({"content_weight": 1.0, "control": "answer"}, [0.0, 0.0, 0.0]),
-    ):
-        figures = weighed(Grail(**options), r, of_pass).metrics
-        assert [figures[name] for name in metrics.CHANGE] == pytest.approx(shares)
 
 
 def test_an_updates_effect_by_hand() -> None:

@@ -6,13 +6,13 @@ noise to `inputs_embeds`, OAR-P runs one full forward for each replaced token; a
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import math
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import Oar, TokenWeights
-from tests.core.common import few, watch_inputs
-from tests.core.plain_weights import MAPS, to_mass
-from tests.core.reference import Span, boxed_spans
+from grail_advantage import AnswerSpan, Oar, TokenWeights
+from tests.core.common import few, sampled, watch_inputs
+from tests.core.plain_weights import Row, through_map
+from tests.core.reference import boxed_spans
 from tests.core.tiny_models import (
     PAD_ID,
     ROLLOUTS,
@@ -41,114 +41,110 @@ OF_MAP = {
 }
 
 
-class PlainOar:
-    """A float64 copy of a model in evaluation mode."""
+def embed(model: nn.Module, ids: list[int]) -> torch.Tensor:
+    return model.get_input_embeddings()(torch.tensor(ids)).detach()
 
-    def __init__(self, model: torch.nn.Module, pad: int) -> None:
-        self.model = copy.deepcopy(model).double().eval()
-        self.pad = pad
 
-    def embed(self, ids: list[int]) -> torch.Tensor:
-        return self.model.get_input_embeddings()(torch.tensor(ids)).detach()
+def read(
+    model: nn.Module,
+    embeds: torch.Tensor,
+    ids: list[int],
+    start: int,
+    span: AnswerSpan,
+    probe: str,
+) -> torch.Tensor:
+    """(V,) probabilities, or the scalar log-likelihood a token; with a gradient to `embeds` (S, D)."""
+    logits = model(inputs_embeds=embeds.unsqueeze(0), use_cache=False).logits[0]
+    answer = range(start + span.start, start + span.end)
+    if probe == "answer_joint":
+        return sum(logits[p - 1].log_softmax(-1)[ids[p]] for p in answer) / len(answer)
+    if probe == "last":
+        return logits[-1].softmax(-1)
+    return (sum(logits[p - 1] for p in answer) / len(answer)).softmax(-1)
 
-    def probe(
-        self, embeds: torch.Tensor, ids: list[int], start: int, span: Span, probe: str
-    ) -> torch.Tensor:
-        """(V,) probabilities, or the scalar log-likelihood a token; with a gradient to `embeds` (S, D)."""
-        logits = self.model(inputs_embeds=embeds.unsqueeze(0), use_cache=False).logits[0]
-        answer = [start + t for t in range(span[0], span[3])]
-        if probe == "answer_joint":
-            return sum(logits[p - 1].log_softmax(-1)[ids[p]] for p in answer) / len(answer)
-        if probe == "last":
-            return logits[-1].softmax(-1)
-        return (sum(logits[p - 1] for p in answer) / len(answer)).softmax(-1)
 
-    @staticmethod
-    def apart(clean: torch.Tensor, changed: torch.Tensor, probe: str) -> torch.Tensor:
-        if probe == "answer_joint":
-            return clean - changed
-        return (clean * (clean.log() - changed.log())).sum()
+def apart(clean: torch.Tensor, changed: torch.Tensor, probe: str) -> torch.Tensor:
+    if probe == "answer_joint":
+        return clean - changed
+    return (clean * (clean.log() - changed.log())).sum()
 
-    def gradient_scores(
-        self, ids: list[int], start: int, span: Span, options: dict
-    ) -> list[float]:
-        """Scores of the response tokens, NaN where there is none."""
-        port = options["variant"] == "grail_port"
-        # The port shakes the predictor positions of all response tokens, the others the reasoning's own.
-        noisy = range(start - 1, len(ids) - 1) if port else range(start, start + span[0])
-        content = str(ids[: start + span[3]]).strip("[]").replace(" ", "")
-        digest = hashlib.sha256(
-            f"{options['noise_seed']}/{STEP}/{content}".encode()
-        ).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        clean = self.embed(ids)
-        shaken = clean.clone()
-        noise = torch.randn((len(noisy), clean.shape[1]), generator=generator).double()
-        shaken[list(noisy)] += options["noise_std"] * noise
-        shaken.requires_grad_()
-        with torch.no_grad():
-            unshaken = self.probe(clean, ids, start, span, options["probe"])
-        loss = self.apart(
-            unshaken,
-            self.probe(shaken, ids, start, span, options["probe"]),
-            options["probe"],
+
+def gradient_scores(
+    model: nn.Module, ids: list[int], start: int, span: AnswerSpan, options: dict
+) -> list[float]:
+    """Scores of the response tokens, NaN where there is none."""
+    port = options["variant"] == "grail_port"
+    # The port shakes the predictor positions of all response tokens, the others the reasoning's own.
+    noisy = range(start - 1, len(ids) - 1) if port else range(start, start + span.start)
+    content = str(ids[: start + span.end]).strip("[]").replace(" ", "")
+    digest = hashlib.sha256(f"{options['noise_seed']}/{STEP}/{content}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    clean = embed(model, ids)
+    shaken = clean.clone()
+    noise = torch.randn((len(noisy), clean.shape[1]), generator=generator).double()
+    shaken[list(noisy)] += options["noise_std"] * noise
+    shaken.requires_grad_()
+    probe = options["probe"]
+    unshaken = read(model, clean, ids, start, span, probe).detach()
+    loss = apart(unshaken, read(model, shaken, ids, start, span, probe), probe)
+    (gradient,) = torch.autograd.grad(loss, shaken)
+    scores = [math.nan] * (len(ids) - start)
+    for t, position in enumerate(noisy):
+        pairs = zip(
+            gradient[position].tolist(),
+            (shaken if port else clean)[position].tolist(),
+            strict=True,
         )
-        (gradient,) = torch.autograd.grad(loss, shaken)
-        scores = [math.nan] * (len(ids) - start)
-        for t, position in enumerate(noisy):
-            pairs = zip(
-                gradient[position].tolist(),
-                (shaken if port else clean)[position].tolist(),
-                strict=True,
-            )
-            scores[t] = abs(math.fsum(g * e for g, e in pairs))
-        return scores
+        scores[t] = abs(math.fsum(g * e for g, e in pairs))
+    return scores
 
-    @torch.no_grad()
-    def perturbation_scores(
-        self, ids: list[int], start: int, span: Span, options: dict
-    ) -> list[float]:
-        clean = self.probe(self.embed(ids), ids, start, span, options["probe"])
-        reasoning = span[0]
-        limit = options["max_perturbations"]
-        chosen = list(range(reasoning))
-        if limit is not None and limit < reasoning:
-            # 5 of 19 tokens are 0, 4, 9, 14 and 18.
-            chosen = [round(k * (reasoning - 1) / max(limit - 1, 1)) for k in range(limit)]
-        exact = {}
-        for t in chosen:
-            replaced = [*ids[: start + t], self.pad, *ids[start + t + 1 :]]
-            # The replaced row is what the model reads; the answer asked for is that of the row itself.
-            changed = self.probe(self.embed(replaced), ids, start, span, options["probe"])
-            exact[t] = float(self.apart(clean, changed, options["probe"]))
-        scores = [math.nan] * (len(ids) - start)
-        for t in range(reasoning):
-            # Linear between the replaced tokens on both sides.
-            left_place = max((c for c in chosen if c <= t), default=chosen[0])
-            right = min((c for c in chosen if c >= t), default=chosen[-1])
-            share = (t - left_place) / (right - left_place) if right > left_place else 0.0
-            scores[t] = exact[left_place] + share * (exact[right] - exact[left_place])
-        return scores
+
+@torch.no_grad()
+def perturbation_scores(
+    model: nn.Module, ids: list[int], start: int, span: AnswerSpan, options: dict
+) -> list[float]:
+    probe = options["probe"]
+    clean = read(model, embed(model, ids), ids, start, span, probe)
+    limit = options["max_perturbations"]
+    chosen = list(range(span.start))
+    if limit is not None and limit < span.start:
+        # 5 of 19 tokens are 0, 4, 9, 14 and 18.
+        chosen = [round(k * (span.start - 1) / max(limit - 1, 1)) for k in range(limit)]
+    exact = []
+    for t in chosen:
+        replaced = [*ids[: start + t], PAD_ID, *ids[start + t + 1 :]]
+        # The replaced row is what the model reads; the answer asked for is that of the row itself.
+        changed = read(model, embed(model, replaced), ids, start, span, probe)
+        exact.append(float(apart(clean, changed, probe)))
+    scores = [math.nan] * (len(ids) - start)
+    if chosen:
+        # Linear between the replaced tokens on both sides.
+        scores[: span.start] = np.interp(range(span.start), chosen, exact).tolist()
+    return scores
 
 
 def row_weights(
-    method: str, scores: list[float], span: Span | None, advantage: float, options: dict
+    method: str,
+    scores: list[float],
+    span: AnswerSpan | None,
+    advantage: float,
+    options: dict,
 ) -> list[float]:
     """Weights of one response from its tokens' scores."""
-    weights = [1.0] * len(scores)
     port = options["variant"] == "grail_port"
-    members = 0
-    if span is not None and advantage != 0:
+    numbers = {name: options[name] for name in OF_MAP[options["reshaper"]]}
+    if options["reshaper"] == "bilevel":
+        numbers["quantile_rule"] = "sorted" if port else "linear"
+    (weights,) = through_map(
+        [Row(advantage, scores, span=span)],
+        lambda row: row.log_probs,
+        options["reshaper"],
+        "all",
         # The port compares the tokens of the whole response.
-        members = len(scores) if port and method == "gradient" else span[0]
-    if members:
-        numbers = {name: options[name] for name in OF_MAP[options["reshaper"]]}
-        if options["reshaper"] == "bilevel":
-            numbers["quantile_rule"] = "sorted" if port else "linear"
-        values = MAPS[options["reshaper"]](scores[:members], **numbers)
-        weights[:members] = (
-            to_mass(values, range(members)) if options["normalize_mass"] else values
-        )
+        "response" if port and method == "gradient" else "reasoning",
+        options["normalize_mass"],
+        **numbers,
+    )
     return weights
 
 
@@ -160,15 +156,13 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 
 
 
 @cache
-def subject(family: str = "qwen3", windowed: bool = False) -> tuple[Any, PlainOar]:
-    """A float64 model that no test may change, and its reference with what was computed so far."""
-    model = tiny_model(family, layers=2, **(WINDOW if windowed else {})).double()
-    return model, PlainOar(model, PAD_ID)
+def subject(family: str = "qwen3", windowed: bool = False) -> Any:
+    """A float64 model that no test may change."""
+    return tiny_model(family, layers=2, **(WINDOW if windowed else {})).double()
 
 
 def assert_matches(
     model: nn.Module,
-    plain: PlainOar,
     rollouts: list[Rollout],
     method: str,
     padding: str = "both",
@@ -184,24 +178,22 @@ def assert_matches(
     got = compute(model, batch, config, step=STEP)
     options = config.model_dump()
     values = batch.of_responses(got.weights), batch.of_responses(got.scores), got.spans
-    for rollout, weights, scores, span_found in zip(rollouts, *values, strict=True):
+    for rollout, weights, scores, span in zip(rollouts, *values, strict=True):
         prompt = encode(rollout.prompt)
         response = encode(rollout.response)
         advantage = rollout.advantage
-        span = next(reversed(boxed_spans(rollout.response)), None)
-        assert (span_found and dataclasses.astuple(span_found)) == span
+        expected_span = next(reversed(boxed_spans(rollout.response)), None)
+        assert (span and dataclasses.astuple(span)) == expected_span
         expected_scores = [math.nan] * len(response)
         if span is not None:
-            read = (
-                plain.gradient_scores if method == "gradient" else plain.perturbation_scores
-            )
-            expected_scores = read(prompt + response, len(prompt), span, options)
+            plain = gradient_scores if method == "gradient" else perturbation_scores
+            expected_scores = plain(model, prompt + response, len(prompt), span, options)
         expected = row_weights(method, expected_scores, span, advantage, options)
         assert weights == pytest.approx(expected, rel=20 * tolerance, abs=20 * tolerance)
         if (
             span is None
             or advantage == 0
-            or (config.statistics == "reasoning" and span[0] == 0)
+            or (config.statistics == "reasoning" and span.start == 0)
         ):
             assert all(map(math.isnan, scores))
         else:
@@ -209,7 +201,6 @@ def assert_matches(
             assert scores == pytest.approx(
                 expected_scores, rel=tolerance, abs=tolerance * largest, nan_ok=True
             )
-    assert (got.weights[batch.response_mask == 0] == 0).all()
     return got
 
 
@@ -232,11 +223,6 @@ OF_MAPS = [
         "weight_max": 2.0,
     },
 ]
-SAMPLED = (
-    st.sampled_from(["qwen3", "llama"]),
-    st.sampled_from(["both", "left", "right"]),
-    st.sampled_from(OF_MAPS),
-)
 FEW_ROLLOUTS = [
     ROLLOUTS[name]
     for name in ("right, several boxes", "box at the start", "no box", "empty box")
@@ -246,10 +232,10 @@ FEW_ROLLOUTS = [
 @pytest.mark.parametrize("method", METHODS)
 @few(20)
 @given(
-    st.fixed_dictionaries(
-        {}, optional={name: st.sampled_from(values) for name, values in OPTIONS.items()}
-    ),
-    *SAMPLED,
+    st.fixed_dictionaries({}, optional=sampled(OPTIONS)),
+    st.sampled_from(["qwen3", "llama"]),
+    st.sampled_from(["both", "left", "right"]),
+    st.sampled_from(OF_MAPS),
 )
 def test_any_options(
     method: str, options: dict, family: str, padding: str, of_map: dict
@@ -257,15 +243,14 @@ def test_any_options(
     """Responses of either sign get weights; the keys and values that fell out of an attention window are not shared."""
     windowed = family == "qwen3" and method == "perturbation" and padding != "right"
     rollouts = [*FEW_ROLLOUTS, dataclasses.replace(FEW_ROLLOUTS[0], advantage=0.0)]
-    assert_matches(
-        *subject(family, windowed), rollouts, method, padding, **options, **of_map
-    )
+    model = subject(family, windowed)
+    assert_matches(model, rollouts, method, padding, **options, **of_map)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_kind_of_rollout(method: str, variant: str) -> None:
-    got = assert_matches(*subject(), list(ROLLOUTS.values()), method, variant=variant)
+    got = assert_matches(subject(), list(ROLLOUTS.values()), method, variant=variant)
     is_port = (method, variant) == ("gradient", "grail_port")
     assert got.stats["answer_found_rate"] == 10 / 12
     # One box is at the start.
@@ -273,30 +258,12 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: str) -> None:
-    model = tiny_model(layers=1)
-    zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in ROLLOUTS.values()]
-    batch = make_batch(
-        [
-            *zeros,
-            ROLLOUTS["box at the start"],
-            ROLLOUTS["no box"],
-            ROLLOUTS["truncated box"],
-        ]
-    )
-    with watch_inputs(model.get_input_embeddings()) as shapes:
-        got = compute(model, batch, Oar(method))
-    assert shapes == [] and torch.equal(got.weights, batch.response_mask.float())
-    assert got.stats["selected_rate"] == 0.0
-
-
 def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
     """A clean pass, then batches within the budget, each from its own first replaced token on."""
-    model, plain = subject()
+    model = subject()
     # 15 prompt tokens, 19 reasoning tokens, 9 of the box
     rollout = ROLLOUTS["text after the box"]
-    expected = assert_matches(model, plain, [rollout], "perturbation")
+    expected = assert_matches(model, [rollout], "perturbation")
     batch = make_batch([rollout], "both")
     with watch_inputs(model.get_input_embeddings()) as shapes:
         got = compute(model, batch, Oar("perturbation"), tokens=8 * 42 + 41)

@@ -70,11 +70,11 @@ def log_probs(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
     return logits_SV[:-1].float().log_softmax(-1).gather(1, tokens_S[1:, None])[:, 0]
 
 
-def finding(model: PreTrainedModel, layout: str) -> Finding:
-    """The probe's."""
+def finding(model: PreTrainedModel, layout: str, count: int = 4) -> Finding:
+    """The probe's, of so many rows."""
     lay, training = WAYS[layout]
     model.train(training)
-    rows = probe_rows(torch.arange(98), longest=LONGEST, rows=4)
+    rows = probe_rows(torch.arange(98), longest=LONGEST, rows=count)
     return probe(model, lambda rows: list(map(log_probs, lay(model, rows), rows)), rows)
 
 
@@ -88,7 +88,7 @@ def truth(model: PreTrainedModel, layout: str) -> float:
 
     def gradient(rows: list[torch.Tensor], row: int) -> torch.Tensor:
         # As many micro-batches more or fewer came before, so that a draw is another one.
-        torch.manual_seed(17 * len(rows))  # as many micro-batches more or fewer came before
+        torch.manual_seed(17 * len(rows))
         model.zero_grad()
         log_probs(lay(model, rows)[row], rows[row]).sum().backward()
         return torch.cat(
@@ -271,15 +271,11 @@ def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
 
 def test_a_draw_that_seldom_matters_is_found() -> None:
     """A router of PhiMoE draws in training, and what it draws changes a short response in some forwards alone."""
-    model = Family("phimoe").build().train()
-    lay, _ = WAYS["padded"]
-    rows = probe_rows(torch.arange(98), longest=LONGEST, rows=2)
+    model = Family("phimoe").build()
     # Whether a draw matters depends on the seed; none of these may be missed.
     for seed in range(8):
         torch.manual_seed(seed)
-        answer = probe(
-            model, lambda part: list(map(log_probs, lay(model, part), part)), rows
-        )
+        answer = finding(model, "padded", count=2)
         assert not answer.holds, (seed, answer)
 
 

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage import compute_token_weights
 from grail_advantage.api import PlainHost
 from grail_advantage.weigh import weigh
 from tests import hosts
 from tests.core.tiny_models import (
     Rollout,
-    char_tokenizer,
+    compute,
     encode,
     make_batch,
     plain_columns,
@@ -51,13 +50,9 @@ def test_numbers_of_a_method_are_those_of_the_function(
     mask[mask.clone()] = torch.tensor(written)
     rollouts = hosts.plain_rollouts()
     method = hosts.signal_of(name)
-    result = compute_token_weights(
+    result = compute(
         tiny_model(),
-        char_tokenizer(),
-        batch.input_ids,
-        batch.attention_mask,
-        mask,
-        batch.advantages,
+        replace(batch, response_mask=mask),
         method,
         temperature=hosts.TEMPERATURE,
         groups=rollouts.groups,
@@ -115,18 +110,8 @@ def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
             start, content_start = row["span"][:2]
             assert start == response.text.index("\\boxed{")
             assert response.text[content_start:].startswith(row["answer"])
-    assert [row["answer"] for row in rows] == [
-        "6",
-        "5",
-        "4",
-        None,
-        "5",
-        "9",
-        "6",
-        "8",
-        "1",
-        "42",
-    ]
+    answers = ["6", "5", "4", None, "5", "9", "6", "8", "1", "42"]
+    assert [row["answer"] for row in rows] == answers
     outside = "outside the gate"
     none = "no answer"
     zero = "advantage 0"

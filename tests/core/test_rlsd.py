@@ -63,19 +63,15 @@ def weigh(
 ) -> Weighed:
     """Of responses without padding, from what the response's log-probabilities change by."""
     of_pass = torch.tensor(changes)
-    examples = [example("?")] * len(changes)
-    columns = {"old_log_probs": torch.zeros_like(of_pass)}
-    parts = {
-        "examples": examples,
-        "columns": columns,
-        "step": step,
-        "tokenizer": tiny_tokenizer(),
-    }
-    return weighed(
-        Rlsd(**options),
-        rollouts_of([[0] * of_pass.shape[1]] * len(changes), advantages, **parts),
-        of_pass,
+    r = rollouts_of(
+        [[0] * of_pass.shape[1]] * len(changes),
+        advantages,
+        examples=[example("?")] * len(changes),
+        columns={"old_log_probs": torch.zeros_like(of_pass)},
+        step=step,
+        tokenizer=tiny_tokenizer(),
     )
+    return weighed(Rlsd(**options), r, of_pass)
 
 
 def test_bounds() -> None:
@@ -130,6 +126,14 @@ def run(
     )
 
 
+def log_probs(
+    model: Any, question: str, response: str, temperature: float = 1.0
+) -> list[float]:
+    """Of a response to a message; the tiny vocabulary has no line break."""
+    prompt = encode(f"[user]{question}[assistant]".replace("\n", ""))
+    return plain_columns(model, prompt, encode(response), temperature)[0]
+
+
 KINDS = (
     ("qwen3", 1, SHORT, None, 0.6, 0.9),
     ("llama", 0.7, REQUEST, None, 1, 0.5),
@@ -144,44 +148,26 @@ def test_plain_computation(
 ) -> None:
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
     family, temperature, asking, given_old, lam, epsilon = kind
-
-    def log_probs(prompt: str) -> list[float]:  # the tiny vocabulary has no line break
-        prompt = f"[user]{prompt}[assistant]".replace("\n", "")
-        return plain_columns(
-            subject(family), encode(prompt), encode(response), temperature
-        )[0]
-
     method = Rlsd(lam=lam, epsilon=epsilon, request=asking)
-    parts = (
-        {}
-        if given_old is None
-        else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
-    )
-    responses_weights = BATCH.of_responses(
-        run(method, EXAMPLES, family, temperature=temperature, **parts).weights
-    )
-    for (prompt_text, gold, response, advantage), weights in zip(
+    parts: dict[str, Any] = {"temperature": temperature}
+    if given_old is not None:
+        parts["old_log_probs"] = torch.where(BATCH.response_mask == 1, given_old, 123.0)
+    result = run(method, EXAMPLES, family, **parts)
+    responses_weights = BATCH.of_responses(result.weights)
+    for (question, gold, response, advantage), weights in zip(
         ROWS, responses_weights, strict=True
     ):
-        old = (
-            log_probs(prompt_text)
-            if given_old is None
-            else [given_old] * len(encode(response))
-        )
-        teacher = log_probs(f"{prompt_text}\n\n{asking.replace('{privileged}', gold)}")
+        old = log_probs(subject(family), question, response, temperature)
+        if given_old is not None:
+            old = [given_old] * len(old)
+        asked = f"{question}\n\n{asking.replace('{privileged}', gold)}"
+        teacher = log_probs(subject(family), asked, response, temperature)
         expected = []
         for new, old_log_prob in zip(teacher, old, strict=True):
             # An incorrect response is blamed for tokens that the teacher finds less probable.
-            ratio = (
-                math.exp(new - old_log_prob)
-                if advantage > 0
-                else math.exp(old_log_prob - new)
-            )
-            expected.append(
-                1 - lam + lam * min(max(ratio, 1 - epsilon), 1 + epsilon)
-                if advantage
-                else 1.0
-            )
+            change = new - old_log_prob if advantage > 0 else old_log_prob - new
+            ratio = min(max(math.exp(change), 1 - epsilon), 1 + epsilon)
+            expected.append(1 - lam + lam * ratio if advantage else 1.0)
         assert weights == pytest.approx(expected, abs=1e-6)
     assert (
         len({round(weight, 6) for weights in responses_weights for weight in weights}) > 10

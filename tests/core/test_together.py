@@ -22,7 +22,7 @@ from grail_advantage.method import build
 from grail_advantage.model import hugging_face
 from grail_advantage.model.interface import RankRounds
 from tests.core.common import some, watch_inputs
-from tests.core.test_hooks import hooks_of
+from tests.core.test_hooks import fail_at, fail_in_backward, hooks_of
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
 from tests.core.tiny_models import (
     FAMILIES,
@@ -198,16 +198,9 @@ RANKS = 3  # do not divide the model's 16 dimensions
 def left_by_a_break(model: Any, where: str, **arguments: Any) -> list[Any]:
     """What a pass that raises leaves of a sharded model: hooks, and units that are not as before a forward."""
 
-    def broken(*_: Any) -> None:
-        raise RuntimeError("broken on purpose")
-
-    def in_backward(_module: nn.Module, _args: tuple, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(broken)
-
     hooks_then = hooks_of(model)
     blocks = [module for name, module in model.named_modules() if "layers.2" in name]
-    handle = blocks[-1].register_forward_hook(broken if where == "forward" else in_backward)
+    handle = fail_at(blocks[-1], 1) if where == "forward" else fail_in_backward(blocks[-1])
     remains = []
     try:
         # Of a pass without gradients no backward breaks.

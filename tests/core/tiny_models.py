@@ -17,14 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grail_advantage import Method, TokenWeights, check, compute_token_weights
 from grail_advantage.check import CHARACTERS, END
@@ -80,20 +73,16 @@ def tiny_model(
 ) -> Any:
     """A freshly drawn float32 model in evaluation mode; ``options`` go into its configuration."""
     sizes = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": tied, **options}
+    return drawn(transformers.CONFIG_MAPPING[family](**sizes), seed).eval()
+
+
+def drawn(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model with random values, the same ones every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            {"qwen3": Qwen3Config, "llama": LlamaConfig}[family](**sizes)
-        )
-    return model.eval()
+        return AutoModelForCausalLM.from_config(config)
 
 
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [8.0] * 4,
-}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 _DELTA = {
     "linear_key_head_dim": 8,
@@ -147,16 +136,22 @@ class Family:
     def build(self, **sizes: Any) -> PreTrainedModel:
         """The model, float32, always with the same values."""
         config = self.config(**sizes)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        model = drawn(config)
         # The grouped kernels of experts need a GPU.
         if any(expert in vars(config) for expert in ("num_experts", "num_local_experts")):
             model.set_experts_implementation("eager")
         return model
 
 
-_LONG = {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}
+_LONG = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [8.0] * 4,
+    },
+    "original_max_position_embeddings": 32,
+}
 FAMILIES = {
     "qwen3": Family("qwen3"),
     "bloom": Family("bloom", attention="eager"),
