@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,6 @@ def close(
     tolerance: float = 1e-6,
 ) -> None:
     """Row by row, so that a failure names the response."""
-    assert len(got) == len(expected)
     for index, (values, desired) in enumerate(zip(got, expected, strict=True)):
         assert values == pytest.approx(desired, rel=tolerance, abs=tolerance), (
             f"response {index}"
@@ -259,26 +259,6 @@ def through_map(
     return all_weights
 
 
-def surprisal(rows: Sequence[Row], **options: Any) -> Weights:
-    """Through a map."""
-    default = {"reshaper": "top", "gate": "wrong", "statistics": "reasoning"}
-    return through_map(
-        rows,
-        lambda row: [max(0.0, -value) for value in row.log_probs],
-        **default | options,
-    )
-
-
-def entropy(rows: Sequence[Row], **options: Any) -> Weights:
-    """Through a map."""
-    default = {"reshaper": "mean_ratio", "gate": "all", "statistics": "response"}
-    return through_map(
-        rows,
-        lambda row: [max(0.0, value) for value in row.entropies],
-        **default | options,
-    )
-
-
 def each_token(
     rows: Sequence[Row],
     weight: Callable[[Row, int], float],
@@ -419,8 +399,20 @@ def steer(
 
 
 METHODS: dict[str, Callable[..., Weights]] = {
-    "surprisal": surprisal,
-    "entropy": entropy,
+    "surprisal": partial(
+        through_map,
+        score=lambda row: [max(0.0, -value) for value in row.log_probs],
+        reshaper="top",
+        gate="wrong",
+        statistics="reasoning",
+    ),
+    "entropy": partial(
+        through_map,
+        score=lambda row: [max(0.0, value) for value in row.entropies],
+        reshaper="mean_ratio",
+        gate="all",
+        statistics="response",
+    ),
     "high_entropy": high_entropy,
     "entropy_bonus": entropy_bonus,
     "probability": probability,

@@ -23,7 +23,6 @@ from tests.core.receipt_loop import TOKEN_MEAN, ppo, rollout, train
 from tests.core.test_contract import PASS, case, method_of
 from tests.core.test_doors import valid_weights
 from tests.core.test_options import batch as turns
-from tests.core.test_rlsd import example, tiny_tokenizer
 
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULTS = [*DTYPES, "meta"]
@@ -93,13 +92,8 @@ def test_every_method_weighs_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_A_PASS)
 def test_a_pass_scores_the_same(name: str) -> None:
     """Through the door for padded tensors; the model was made before. A model's own forward need not know such a device."""
-    arguments = valid_weights() | {
-        "config": build(name),
-        "tokenizer": tiny_tokenizer(),
-        "examples": [example("?", "4")] * 3,
-        "old_log_probs": None,
-        "entropy": None,
-    }
+    columns = {"old_log_probs": None, "entropy": None}
+    arguments = valid_weights() | columns | {"config": build(name)}
     expected = numbers(compute_token_weights(**arguments))
     for name_of_default in DEFAULTS:
         # The model was made before: only what the package makes counts.

@@ -18,8 +18,7 @@ from grail_advantage.method import build
 from tests import forked
 from tests.core.common import FITTED, METHODS
 from tests.core.test_doors import valid_weights
-from tests.core.test_rlsd import example, tiny_tokenizer
-from tests.core.tiny_models import char_tokenizer, tiny_model
+from tests.core.tiny_models import tiny_model
 from tests.documentation import files, snippets
 
 TURNS = {"tool_rewards": [[0.0], [1.0], [0.5]], "step_rewards": [[0.1], [0.2, 0.3], []]}
@@ -40,8 +39,6 @@ def check(name: str, **columns: Any) -> None:
         "fields": TURNS,
         "config": build(name, FITTED if name == "fitted" else {}),
         "model": tiny_model(),
-        "examples": [example("?", "7")] * 3,
-        "tokenizer": tiny_tokenizer(),
         **columns,
     }
     expected = compute_token_weights(**arguments)
@@ -80,7 +77,7 @@ if __name__ == "__main__":
         sys.modules[file] = ModuleType(file)
         exec(compile(text, file, "exec", dont_inherit=True), vars(sys.modules[file]))
     for snippet in snippets("write_your_own.md"):
-        namespace = valid_weights() | {"tokenizer": char_tokenizer()}
+        namespace = valid_weights().copy()
         with contextlib.redirect_stdout(None):
             exec(snippet, namespace)
         assert namespace["result"].weights.unique().numel() > 2

@@ -26,17 +26,17 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import Grail, Oar, Rollouts, compute_token_weights
-from grail_advantage.data import Example
 from grail_advantage.method import build
 from grail_advantage.receipt import Loss, check
 from tests.core.receipt_loop import rollout, train
+from tests.core.test_rlsd import example, tiny_tokenizer
 from tests.core.tiny_models import (
     ROLLOUTS,
     Rollout,
-    char_tokenizer,
     compute,
     make_batch,
     plain_columns,
+    rollouts_named,
     tiny_model,
 )
 
@@ -84,10 +84,7 @@ OTHER_TOKENIZER = PreTrainedTokenizerFast(
 def valid_weights() -> dict[str, Any]:
     """A call that works, with all arguments."""
     batch = make_batch(
-        [
-            ROLLOUTS[name]
-            for name in ("one token before the box", "right", "box at the end")
-        ],
+        rollouts_named("one token before the box", "right", "box at the end"),
         "left",
     )
     generator = torch.Generator().manual_seed(0)
@@ -95,15 +92,14 @@ def valid_weights() -> dict[str, Any]:
     batch.advantages[:] = torch.tensor([-1.0, 1.0, -2.0])
     return vars(batch) | {
         "model": tiny_model(layers=2),
-        "tokenizer": char_tokenizer(),
+        "tokenizer": tiny_tokenizer(),
         "config": Grail(gate="all"),
         "temperature": 0.7,
         "old_log_probs": -3 * torch.rand(batch.input_ids.shape, generator=generator),
         "entropy": torch.rand(batch.input_ids.shape, generator=generator),
         "ref_log_probs": -2 * torch.rand(batch.input_ids.shape, generator=generator),
         "groups": torch.tensor([0, 0, 1]),
-        "examples": [Example([{"role": "user", "content": "?"}], {"solution": "7"}, {})]
-        * 3,
+        "examples": [example("?", "7")] * 3,
         "masked": torch.tensor([0, 0, 0]),
         "fields": {"blame": [0.5, 1.0, 2.0]},
         "rewards": torch.tensor([0.0, 1.0, 0.0]),

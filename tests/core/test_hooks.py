@@ -18,7 +18,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grail_advantage import Grail, Method, Oar
 from grail_advantage.model import hooks
-from tests.core.tiny_models import ROLLOUTS, compute, encode, make_batch, tiny_model
+from tests.core.tiny_models import (
+    ROLLOUTS,
+    compute,
+    encode,
+    make_batch,
+    rollouts_named,
+    tiny_model,
+)
 
 
 def hooks_of(model: nn.Module) -> dict[tuple[str, str], list[Any]]:
@@ -149,8 +156,9 @@ METHODS: dict[str, Method] = {
     "noise": Oar("gradient"),
     "replacements": Oar("perturbation"),
 }
-KINDS = ("several boxes", "no box", "right, several boxes", "empty box")
-BATCH = make_batch([ROLLOUTS[kind] for kind in KINDS])
+BATCH = make_batch(
+    rollouts_named("several boxes", "no box", "right, several boxes", "empty box")
+)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from tests.core.tiny_models import (
     compute,
     encode,
     make_batch,
+    rollouts_named,
     tiny_model,
 )
 
@@ -223,10 +224,9 @@ OF_MAPS = [
         "weight_max": 2.0,
     },
 ]
-FEW_ROLLOUTS = [
-    ROLLOUTS[name]
-    for name in ("right, several boxes", "box at the start", "no box", "empty box")
-]
+FEW_ROLLOUTS = rollouts_named(
+    "right, several boxes", "box at the start", "no box", "empty box"
+)
 
 
 @pytest.mark.parametrize("method", METHODS)

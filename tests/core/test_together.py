@@ -30,6 +30,7 @@ from tests.core.tiny_models import (
     Rollout,
     compute,
     make_batch,
+    rollouts_named,
     tiny_model,
 )
 
@@ -38,16 +39,9 @@ NAMES = (*BY_DAY, "phi3, longrope", "doge", "bloom")
 """Kinds of attention, state and position; of the methods each has GRAIL and two more, so that a day has all."""
 ALONE = {"phi3, longrope", "doge"}
 """Models whose responses depend on the longest one beside them, or on those after them."""
-BATCH = [
-    ROLLOUTS[name]
-    for name in (
-        "text after the box",
-        "box at the end",
-        "several boxes",
-        "right",
-        "empty box",
-    )
-]
+BATCH = rollouts_named(
+    "text after the box", "box at the end", "several boxes", "right", "empty box"
+)
 METHODS: dict[str, Method] = {
     "grail": Grail(gate="all"),
     "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
@@ -183,12 +177,16 @@ def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(
 
 SHARES = {
     "three, one, two": (
-        ["several boxes", "empty box", "no box"],
-        ["box at the end"],
-        ["text after the box", "right"],
+        rollouts_named("several boxes", "empty box", "no box"),
+        rollouts_named("box at the end"),
+        rollouts_named("text after the box", "right"),
     ),
     # Two of one rank: the others have none to score.
-    "all on one rank": (["several boxes", "text after the box"], ["no box"], ["no box"]),
+    "all on one rank": (
+        rollouts_named("several boxes", "text after the box"),
+        rollouts_named("no box"),
+        rollouts_named("no box"),
+    ),
 }
 """Each rank's rows."""
 SHARDED = ("grail", "grail, middle", "oar_g", "oar_p", "surprisal")
@@ -244,7 +242,7 @@ def run_rank(rank: int, folder: str) -> None:
     flat = FullyShardedDataParallel(tiny_model(), auto_wrap_policy=blocks, device_id=cpu)
     for model, share, name in itertools.product((by_block, flat), SHARES, SHARDED):
         arguments = {
-            "rollouts": [ROLLOUTS[row] for row in SHARES[share][rank]],
+            "rollouts": SHARES[share][rank],
             "method": METHODS[name],
             "process_group": torch.distributed.group.WORLD,
         }
@@ -268,7 +266,7 @@ def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path)
         for (how, share, name), (scores, weights, remains) in results.items():
             case = f"{how}, {share}: {name}"
             assert not remains, case
-            rollouts = [ROLLOUTS[row] for row in SHARES[share][rank]]
+            rollouts = SHARES[share][rank]
             expected = weigh(tiny_model(), rollouts, METHODS[name])
             # The gradient of a divergence so small keeps one or two digits of float32's seven; of these no weight can be asked.
             rtol = 5e-2 if name == "oar_g" else 1e-3

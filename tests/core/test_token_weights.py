@@ -28,6 +28,7 @@ from tests.core.tiny_models import (
     char_tokenizer,
     compute,
     make_batch,
+    rollouts_named,
     tiny_model,
 )
 from tests.documentation import files
@@ -35,10 +36,9 @@ from tests.documentation import files
 LEAVES = ("embeddings", "first", "middle", "last")
 MODELS = [(family, tied) for family in ("qwen3", "llama") for tied in (False, True)]
 PASSES = [Grail("official"), Grail("robust"), Oar("gradient")]
-FEW_ROLLOUTS = [
-    ROLLOUTS[name]
-    for name in ("several boxes", "no box", "right, several boxes", "empty box")
-]
+FEW_ROLLOUTS = rollouts_named(
+    "several boxes", "no box", "right, several boxes", "empty box"
+)
 
 
 @cache
@@ -176,7 +176,7 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str) ->
     """One forward a selected response, up to the last target's predictor; logits at the targets' predictors alone."""
     model = tiny_model()
     rollout = ROLLOUTS["text after the box"]
-    not_scored = [ROLLOUTS[name] for name in ("no box", "right", "no response")]
+    not_scored = rollouts_named("no box", "right", "no response")
     not_scored.append(dataclasses.replace(rollout, advantage=0.0))
     with watch_inputs(model.model.embed_tokens) as embedded:
         compute(model, make_batch(not_scored), Grail("official", target=target))
@@ -207,7 +207,7 @@ OFFLOADS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_an_offloaded_model_weighs_as_the_whole_one(name: str) -> None:
-    batch = make_batch([ROLLOUTS[kind] for kind in ("box at the end", "no box")])
+    batch = make_batch(rollouts_named("box at the end", "no box"))
     for method in PASSES:
         model = tiny_model()
         OFFLOADS[name](model)
@@ -222,8 +222,7 @@ def test_the_hosts_of_the_documentation_weigh_the_same(name: str) -> None:
     a column that is there, and with one that the workers compute."""
     page: dict[str, Any] = {}
     exec(files("own_trainer.md")["my_host.py"], page)
-    kinds = ("box at the end", "right", "text after the box")
-    batch = make_batch([ROLLOUTS[kind] for kind in kinds])
+    batch = make_batch(rollouts_named("box at the end", "right", "text after the box"))
     model = tiny_model()
     tokenizer = char_tokenizer()
     inside = batch.response_mask.bool()

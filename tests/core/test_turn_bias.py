@@ -7,7 +7,7 @@ autograd the gradients of log-probabilities. So the figures have no sampling err
 In the truncated one the length limit cuts off what the tool says to every fifth call, which ends the response. As in verl's
 tool agent loop, the call's reward counts and is the last of the list.
 
-Shape suffixes: B responses, T response tokens, P parameters of the policy, R possible responses, K turns of a response.
+Shape suffixes: B responses, P parameters of the policy, R possible responses, K turns of a response.
 """
 
 from __future__ import annotations

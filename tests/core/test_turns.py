@@ -1,5 +1,5 @@
-"""Credit by turn: turns in the mask, rewards by turn, each method against loops over plain lists, and the lines for SkyRL and
-verifiers of docs/turns.md on objects with the fields of theirs. Then the methods that read the text of tokens."""
+"""Credit by turn: turns in the mask, rewards by turn, and each method against loops over plain lists. Then the methods that
+read the text of tokens."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -136,13 +137,6 @@ def test_given_advantages() -> None:
     assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [0.0] * 3, *rest]
 
 
-class OfRows(Given):
-    """Gives what it is told for every row."""
-
-    def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
-        return [RowScores(self.of_pass) for _ in rows]
-
-
 def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
     body = {"scores": lambda self, r, of_pass: of_pass.double() * len(r)}
     w = run(torch.arange(16.0).reshape(4, 4), FOUR, [False, True, True, False], **body)
@@ -150,13 +144,19 @@ def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
     chosen = torch.tensor([[16.0, 20.0, 24.0, 28.0], [32.0, 36.0, 40.0, NAN]])
     torch.testing.assert_close(w.scores[1:3], chosen, equal_nan=True, rtol=0, atol=0)
     assert w.scores[[0, 3]].isnan().all()
-    w = weigh(FOUR, Doubled(statistics="response"), OfRows(torch.tensor([4.0, 2.0])))
+    # A pass may end before its rows.
+    w = weigh(
+        FOUR, Doubled(statistics="response"), Given(torch.tensor([[4.0, 2.0]]).expand(4, 2))
+    )
     expected = torch.tensor([[4.0, 2.0, NAN, NAN]]).expand(4, 4)
     torch.testing.assert_close(w.scores, expected, equal_nan=True)
+    too_long = SimpleNamespace(
+        scores=lambda _, rows: [RowScores(torch.zeros(4))] * len(rows)
+    )
     with pytest.raises(
         ValueError, match=r"^doubled: .* 4 scores for a response of 3 tokens"
     ):
-        weigh(FOUR, Doubled(), OfRows(torch.zeros(4)))
+        weigh(FOUR, Doubled(), too_long)
 
 
 OPTIONS: dict[str, list] = {

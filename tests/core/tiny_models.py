@@ -83,7 +83,6 @@ def drawn(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
-_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 _DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -158,7 +157,11 @@ FAMILIES = {
     "gemma2": Family("gemma2", {"sliding_window": 20}),
     "lfm2": Family("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "llama, dynamic": Family(
-        "llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 32}
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+            "max_position_embeddings": 32,
+        },
     ),
     # Positions of its own; sinks; frequencies by the longest response; not causal; draws in training; every kind at once.
     "ministral3": Family("ministral3"),
@@ -227,6 +230,10 @@ def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -
 
 ROLLOUTS = {line.pop("name"): Rollout(**line) for line in read_lines("rollouts.jsonl")}
 """By what is special about their answer."""
+
+
+def rollouts_named(*names: str) -> list[Rollout]:
+    return [ROLLOUTS[name] for name in names]
 
 
 def compute(
