@@ -452,7 +452,7 @@ TABLE = {
     "grail_advantage/methods/saliency.py::Saliency.prepare": {
         # A row is not cut after its target.
         "A[: self.target_positions(B)[1]] => A": (
-            "core/test_weights_by_hand.py::test_a_token_has_the_saliency_of_its_position"
+            "core/test_weights_by_hand.py::test_a_row_is_cut_after_its_target_and_has_the_norms_of_its_gradients"
         ),
     },
     "grail_advantage/methods/sessions.py::": {

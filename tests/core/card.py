@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import (
@@ -21,10 +21,10 @@ from torch.utils.backend_registration import (
 
 
 class _Module(_DummyBackendModule):
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+    def get_rng_state(self, device: Any = None) -> Tensor:
         return torch.zeros(0)
 
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
         pass
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -43,9 +43,7 @@ def _run(_owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     """An operation on tensors of the card or of the CPU."""
     kwargs = dict(kwargs or {})
     name = str(func)
-    tensors = [
-        value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
-    ]
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     cards = [isinstance(value, OnCard) for value in tensors]
     is_on_card = any(cards)
     # A tensor that is made: on the device that is named.
@@ -70,23 +68,23 @@ def _run(_owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     # An operation in place gives its argument.
     same = {id(value.of_cpu): value for value in tensors if isinstance(value, OnCard)}
 
-    def to_card(value: torch.Tensor) -> OnCard:
+    def to_card(value: Tensor) -> OnCard:
         if value.dtype == torch.float64:
             raise TypeError(f"{name}: {DEVICE} has no float64")
         return same[id(value)] if id(value) in same else OnCard(value)
 
-    return tree_map_only(torch.Tensor, to_card, result)
+    return tree_map_only(Tensor, to_card, result)
 
 
-class OnCard(torch.Tensor):
+class OnCard(Tensor):
     """A tensor of the card."""
 
-    of_cpu: torch.Tensor
+    of_cpu: Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> OnCard:
+    def __new__(cls, inner: Tensor) -> OnCard:
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        tensor = torch.Tensor._make_wrapper_subclass(
+        tensor = Tensor._make_wrapper_subclass(
             cls, inner.shape, **layout, dtype=inner.dtype, device=DEVICE
         )
         tensor.of_cpu = inner
@@ -111,7 +109,7 @@ def card() -> Iterator[torch.device]:
 
     def tensor(
         data: Any, *, device: Any = None, make: Any = torch.tensor, **options: Any
-    ) -> torch.Tensor:
+    ) -> Tensor:
         result = make(data, **options)
         return result if device is None else result.to(device)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.strategies import SearchStrategy, sampled_from
-from torch import nn
+from torch import Tensor, nn
 
 from grail_advantage.data import Rollouts, Row, RowScores, Weighed
 from grail_advantage.maps import MAPS as ALL_MAPS
 from grail_advantage.method import BaseMethod, methods
 from grail_advantage.weigh import weigh
-from tests.core.tiny_models import char_tokenizer
+from tests.core.tiny_models import tiny_tokenizer
 
 METHODS = [
     name for name, cls in methods().items() if cls.__module__.startswith("grail_advantage.")
@@ -34,8 +34,8 @@ MAPS = [
 
 def rollouts_of(
     responses: Sequence[Sequence[int]],
-    advantages: Sequence[float] | torch.Tensor,
-    trained: Sequence[Sequence[bool]] | torch.Tensor | None = None,
+    advantages: Sequence[float] | Tensor,
+    trained: Sequence[Sequence[bool]] | Tensor | None = None,
     spans: Sequence[Any] | None = None,
     **parts: Any,
 ) -> Rollouts:
@@ -48,9 +48,9 @@ def rollouts_of(
             torch.as_tensor(trained[index]) if trained is not None else True
         )
     answers = list(spans) if spans is not None else [None] * len(responses)
-    fields: dict[str, Any] = {
+    fields = {
         "mask": mask,
-        "tokenizer": char_tokenizer(),
+        "tokenizer": tiny_tokenizer(),
         "known_spans": {"first": answers, "last": answers},
         "advantages": torch.as_tensor(advantages, dtype=torch.float32),
         "prompts": [torch.ones(1, dtype=torch.int64)] * len(responses),
@@ -62,12 +62,12 @@ def rollouts_of(
 class Given:
     """A host whose pass gives these numbers, (B, T), and that has no columns."""
 
-    def __init__(self, of_pass: torch.Tensor | None = None) -> None:
+    def __init__(self, of_pass: Tensor | None = None) -> None:
         self.of_pass = of_pass
 
     def columns(
         self, names: Sequence[str], selected: Sequence[int]
-    ) -> Mapping[str, torch.Tensor]:
+    ) -> Mapping[str, Tensor]:
         return {}
 
     def scores(self, method: BaseMethod, rows: Sequence[Row]) -> list[RowScores]:
@@ -75,7 +75,7 @@ class Given:
 
 
 def weighed(
-    method: BaseMethod, responses: Rollouts, of_pass: torch.Tensor | None = None
+    method: BaseMethod, responses: Rollouts, of_pass: Tensor | None = None
 ) -> Weighed:
     """What a method makes of responses, the way every host goes; what holds for every method is checked."""
     w = weigh(responses, method, Given(of_pass))

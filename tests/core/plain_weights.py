@@ -215,7 +215,7 @@ def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
     ]
 
 
-MAPS: dict[str, Callable[..., list[float]]] = {
+MAPS = {
     "top": top,
     "power": power,
     "mean_ratio": mean_ratio,
@@ -398,7 +398,7 @@ def steer(
     return each_token(rows, weight, normalize_mass)
 
 
-METHODS: dict[str, Callable[..., Weights]] = {
+METHODS = {
     "surprisal": partial(
         through_map,
         score=lambda row: [max(0.0, -value) for value in row.log_probs],

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -187,14 +186,13 @@ def reference_weights(
     advantages: list[float],
     options: dict,
     temperature: float = 1.0,
-    boxes: Callable[[str], list[Span]] = boxed_spans,
 ) -> ReferenceResult:
-    """Weights, scores and spans of a padded batch; `boxes` finds answers in a text."""
+    """Weights, scores and spans of a padded batch."""
     result = ReferenceResult([], [], [])
     rows = zip(input_ids, attention_mask, response_mask, advantages, strict=True)
     for ids, attention, mask, advantage in rows:
         positions = [p for p in range(len(ids)) if mask[p] == 1]
-        spans = boxes(decode(ids[p] for p in positions)) or [None]
+        spans = boxed_spans(decode(ids[p] for p in positions)) or [None]
         span = spans[0 if options["span"] == "first" else -1]
         token_scores = [math.nan] * len(positions)
         if span is not None:

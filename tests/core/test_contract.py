@@ -11,7 +11,7 @@ import math
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from uuid import uuid4
 
 import pytest
 import torch
+from torch import Tensor
+from torch.testing import assert_close
 
 from examples.methods.test_methods import test_a_method_keeps_the_contract  # noqa: F401  the template's test
 from grail_advantage import (
@@ -39,7 +41,7 @@ from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Weighed,
 from grail_advantage.method import NameTakenError, build, failure_message, methods
 from tests.core.common import FITTED, MAPS, METHODS, rollouts_of, weighed
 from tests.core.plain_weights import close
-from tests.core.test_rlsd import example, tiny_tokenizer
+from tests.core.test_rlsd import example
 from tests.core.tiny_models import (
     CHARACTERS,
     Rollout,
@@ -56,7 +58,7 @@ TOKENS = 9
 SPAN = AnswerSpan(4, 5, 7, 8)
 NOT_FINITE = (NAN, INF, -INF)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     # The entropies of case() are below its threshold.
     "stare": {"variant": "C2"},
     "polarity": {"wrong": 0.5},
@@ -107,7 +109,6 @@ def case(
             # No score is 0: what a 0 does is in EXTREMES.
             PASS: of_pass + 0.01,
         },
-        tokenizer=tiny_tokenizer(),
         groups=torch.arange(rows) % 2,
         rewards=torch.arange(rows) % 3 / 2,
         examples=[ASKED] * rows,
@@ -203,13 +204,13 @@ def test_the_shuffled_control_has_the_same_values_on_other_tokens(name: str) -> 
         return run(name, r, control="shuffled")
 
     control = shuffled(batch)
-    torch.testing.assert_close(control.scores, plain.scores, equal_nan=True)
+    assert_close(control.scores, plain.scores, equal_nan=True)
     assert torch.equal(control.by_score, plain.by_score)
     # Outside of these nothing may move.
     moved = plain.by_score.clone()
     if plain.gave_advantages and plain.method.reads_answer:
         moved[:, SPAN.start :] = False
-    torch.testing.assert_close(control.advantages[~moved], plain.advantages[~moved])
+    assert_close(control.advantages[~moved], plain.advantages[~moved])
     for values, other_values, where in zip(
         plain.advantages.tolist(), control.advantages.tolist(), moved, strict=True
     ):
@@ -238,9 +239,7 @@ def test_the_mass_is_restored(name: str) -> None:
     batch = case(12, gap=True)
     w = run(name, batch, normalize_mass=True)
     restored = w.selected & (w.weights.sum(dim=1) > 0)
-    torch.testing.assert_close(
-        w.weights[restored].sum(dim=1), batch.mask[restored].sum(dim=1).float()
-    )
+    assert_close(w.weights[restored].sum(dim=1), batch.mask[restored].sum(dim=1).float())
     assert restored.any()
 
 
@@ -289,7 +288,7 @@ def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) 
         assert name in COMPARES_ROWS or w.weights[0].tolist() == [1.0] * TOKENS
 
 
-EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+EXTREMES = {
     "all underflowed to 0": torch.zeros_like,
     "equal": lambda values: torch.full_like(values, 0.125),
     "subnormal": lambda values: values * 1e-44,
@@ -342,8 +341,13 @@ def test_nan_logits_in_one_row(name: str) -> None:
 
     def weigh(first: Rollout) -> tuple[list[list[float]], dict[str, float]]:
         batch = make_batch([first, *OTHERS])
-        parts = {"groups": torch.arange(5) // 2, "examples": [ASKED] * 5}
-        result = compute(model, batch, method_of(name), tiny_tokenizer(), **parts)
+        result = compute(
+            model,
+            batch,
+            method_of(name),
+            groups=torch.arange(5) // 2,
+            examples=[ASKED] * 5,
+        )
         assert all(map(math.isfinite, result.stats.values())), result.stats
         return batch.of_responses(result.weights), result.stats
 
@@ -382,10 +386,10 @@ def test_a_registered_class_is_a_method_with_options() -> None:
 def test_what_cannot_be_registered_is_refused() -> None:
     """A taken name but to the class itself, whose module may be loaded again; and maps without typed options."""
 
-    def untyped(x: torch.Tensor, m: torch.Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
+    def untyped(x: Tensor, m: Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
         return Weights(x)
 
-    def top(x: torch.Tensor, m: torch.Tensor) -> Weights:
+    def top(x: Tensor, m: Tensor) -> Weights:
         return Weights(x)
 
     with pytest.raises(
@@ -413,7 +417,7 @@ def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) ->
     fixed = {} if name in maps.MAPS else cls.names[name]
     for option, schema in cls.model_json_schema()["properties"].items():
         kinds = schema.get("anyOf", [schema])
-        bad: list[Any] = [object(), math.nan, math.inf]
+        bad = [object(), math.nan, math.inf]
         bad += ["1.0"] * all(kind.get("type") != "string" for kind in kinds)
         # True is 1
         bad += [True] * all(

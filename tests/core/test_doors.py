@@ -15,29 +15,31 @@ import pytest
 import torch
 from peft import (
     LoraConfig,
-    PeftConfig,
     PrefixTuningConfig,
     PromptTuningConfig,
     get_peft_model,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import Grail, Oar, Rollouts, compute_token_weights
 from grail_advantage.method import build
 from grail_advantage.receipt import Loss, check
 from tests.core.receipt_loop import rollout, train
-from tests.core.test_rlsd import example, tiny_tokenizer
+from tests.core.test_rlsd import example
 from tests.core.tiny_models import (
     ROLLOUTS,
     Rollout,
     compute,
+    encode,
     make_batch,
     plain_columns,
     rollouts_named,
     tiny_model,
+    tiny_tokenizer,
 )
 
 NAN = math.nan
@@ -46,28 +48,25 @@ Mistakes = Mapping[str, Sequence[Any]]
 """By argument; a function makes its value of the valid one, anything else stands in its place."""
 
 
-def at(
-    value: float, *place: int, dtype: torch.dtype | None = None
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def at(value: float, *place: int) -> Callable[[Tensor], Tensor]:
     """A tensor with one other value."""
     index = tuple(map(torch.tensor, place))
-    number = torch.tensor(value)
-    return lambda v: v.to(dtype or v.dtype).index_put(index, number.to(dtype or v.dtype))
+    return lambda v: v.index_put(index, torch.tensor(value, dtype=v.dtype))
 
 
 # A door looks at the class, the layout, the device and the dtype of a tensor.
-NO_TENSOR: list[Any] = [
+NO_TENSOR = [
     "text",
-    torch.Tensor.numpy,
-    torch.Tensor.to_sparse,
+    Tensor.numpy,
+    Tensor.to_sparse,
     lambda v: v.to("meta"),
     lambda v: v.to(torch.complex64),
     lambda v: v.to(torch.float8_e4m3fn),
     lambda v: torch.quantize_per_tensor(v.float(), 0.1, 0, torch.qint8),
 ]
-SHAPES: list[Any] = [lambda v: v[:-1], lambda v: v[None]]
-WIDTHS: list[Any] = [lambda v: v[:, :-1], torch.Tensor.t]
-LAYOUTS: list[Any] = [
+SHAPES = [lambda v: v[:-1], lambda v: v[None]]
+WIDTHS = [lambda v: v[:, :-1], Tensor.t]
+LAYOUTS = [
     lambda v: torch.stack([v, v], -1)[..., 0],
     lambda v: v.T.contiguous().T,
 ]
@@ -82,10 +81,9 @@ OTHER_TOKENIZER = PreTrainedTokenizerFast(
 
 @cache
 def valid_weights() -> dict[str, Any]:
-    """A call that works, with all arguments."""
+    """A call that works, with the arguments for any method."""
     batch = make_batch(
-        rollouts_named("one token before the box", "right", "box at the end"),
-        "left",
+        rollouts_named("one token before the box", "right", "box at the end")
     )
     generator = torch.Generator().manual_seed(0)
     # All three need scores.
@@ -103,14 +101,11 @@ def valid_weights() -> dict[str, Any]:
         "masked": torch.tensor([0, 0, 0]),
         "fields": {"blame": [0.5, 1.0, 2.0]},
         "rewards": torch.tensor([0.0, 1.0, 0.0]),
-        "process_group": None,
         "step": 3,
-        "tokens": 4096,
-        "answer": "boxed",
     }
 
 
-OF_WEIGHTS: Mistakes = {
+OF_WEIGHTS = {
     "model": [None, nn.Linear(2, 2), lambda _: tiny_model(layers=1).to("meta")],
     "tokenizer": [None, OTHER_TOKENIZER],
     # The vocabulary has the ids 0 to 96.
@@ -118,35 +113,35 @@ OF_WEIGHTS: Mistakes = {
         *NO_TENSOR,
         *SHAPES,
         *WIDTHS,
-        torch.Tensor.float,
+        Tensor.float,
         at(-100, 0, -1),
         at(97, 2, -1),
     ],
     "attention_mask": [lambda v: v[:, :-1], lambda v: v * 0, at(2, 0)],
     # On the left is padding.
     "response_mask": [lambda v: v * 0 + 1, lambda v: v * 255],
-    "advantages": [*NO_TENSOR, *SHAPES, None, torch.Tensor.bool],
+    "advantages": [*NO_TENSOR, *SHAPES, None, Tensor.bool],
     "config": [None, Grail],
     "temperature": [0, NAN, INF, "1", True],
-    "old_log_probs": [lambda v: v[:, :-1], torch.Tensor.long, torch.Tensor.exp],
-    "entropy": [torch.Tensor.bool, torch.Tensor.neg],
-    "ref_log_probs": [torch.Tensor.neg],
-    "groups": [torch.Tensor.float, lambda v: v - 1],
+    "old_log_probs": [lambda v: v[:, :-1], Tensor.long, Tensor.exp],
+    "entropy": [Tensor.bool, Tensor.neg],
+    "ref_log_probs": [Tensor.neg],
+    "groups": [Tensor.float, lambda v: v - 1],
     "examples": [[], 5, [{}] * 3],
     "masked": [at(2, 0)],
     "fields": [{"blame": values} for values in ([1.0], 1.0, "abc", np.ones((3, 1)))],
-    "rewards": [lambda v: v[:-1], torch.Tensor.bool],
+    "rewards": [lambda v: v[:-1], Tensor.bool],
     "step": WHOLE,
     "tokens": [0, True],
     "answer": [None, "box"],
 }
-SAME_WEIGHTS: Mistakes = {
+SAME_WEIGHTS = {
     # What padding holds is nobody's business.
-    "input_ids": [*LAYOUTS, torch.Tensor.int, lambda v: v.masked_fill(v == 95, -100)],
-    "response_mask": [torch.Tensor.float],
-    "advantages": [torch.Tensor.long, lambda v: v.clone().requires_grad_()],
+    "input_ids": [*LAYOUTS, Tensor.int, lambda v: v.masked_fill(v == 95, -100)],
+    "response_mask": [Tensor.float],
+    "advantages": [Tensor.long, lambda v: v.clone().requires_grad_()],
     "temperature": [np.float64(0.7)],
-    "old_log_probs": [torch.Tensor.double, at(NAN, 0, 0)],
+    "old_log_probs": [Tensor.double, at(NAN, 0, 0)],
     "groups": [lambda v: v * 5 + 1],
     "masked": [None],
     "step": [np.int64(3)],
@@ -155,9 +150,7 @@ SAME_WEIGHTS: Mistakes = {
 
 def same_weights(result: Any, expected: Any) -> None:
     for name in ("weights", "advantages"):
-        torch.testing.assert_close(
-            getattr(result, name), getattr(expected, name), rtol=2e-3, atol=2e-3
-        )
+        assert_close(getattr(result, name), getattr(expected, name), rtol=2e-3, atol=2e-3)
 
 
 @cache
@@ -181,7 +174,7 @@ def valid_receipt() -> dict[str, Any]:
     return {"batch": batch, "loss": loss, "pieces": pieces}
 
 
-OF_RECEIPT: Mistakes = {
+OF_RECEIPT = {
     "pieces": [[]],
     "batch.advantages_BT": [
         *NO_TENSOR,
@@ -193,12 +186,12 @@ OF_RECEIPT: Mistakes = {
     ],
     "batch.mask_BT": [
         None,
-        at(2, 0, -1, dtype=torch.int64),
-        at(NAN, 0, -1, dtype=torch.float32),
+        lambda v: v.long() + 1,
+        lambda v: v * NAN,
     ],
-    "batch.old_log_probs_BT": [torch.Tensor.long, torch.Tensor.exp, at(-INF, 0, 0)],
+    "batch.old_log_probs_BT": [Tensor.long, Tensor.exp, at(-INF, 0, 0)],
     "batch.weights_BT": [at(-1.0, 0, 0)],
-    "batch.ref_log_probs_BT": [torch.Tensor.t, torch.Tensor.exp],
+    "batch.ref_log_probs_BT": [Tensor.t, Tensor.exp],
     "batch.left_out_B": [lambda v: v[:-1], lambda v: v.long() + 2],
     "batch.updates": [*WHOLE, 0, True],
     "batch.epochs": [0, "1"],
@@ -210,32 +203,32 @@ OF_RECEIPT: Mistakes = {
     "loss.over": ["ranks", None],
     "loss.kl": ["k9", 1],
     "pieces.rows_b": [lambda v: v + 8, lambda v: v - 8],
-    "pieces.log_probs_bT": [None, lambda v: v[:, :-1], torch.Tensor.long],
+    "pieces.log_probs_bT": [None, lambda v: v[:, :-1], Tensor.long],
     "pieces.gradient_bT": [None, lambda v: v[:-1], lambda v: v > 0],
     # The four updates are 0 to 3, the ranks 0 and 1.
     "pieces.update": [-1, 4],
     "pieces.rank": [-1, 2],
 }
-SAME_RECEIPT: Mistakes = {
+SAME_RECEIPT = {
     "pieces": [lambda v: iter(list(v)), lambda v: v[::-1]],
     "batch.advantages_BT": [
         *LAYOUTS,
-        torch.Tensor.double,
+        Tensor.double,
         lambda v: v.clone().requires_grad_(),
     ],
-    "batch.mask_BT": [torch.Tensor.long, torch.Tensor.float],
-    "batch.left_out_B": [None, torch.Tensor.float],
+    "batch.mask_BT": [Tensor.long, Tensor.float],
+    "batch.left_out_B": [None, Tensor.float],
     "batch.keys": [None],
-    "pieces.rows_b": [torch.Tensor.int],
-    "pieces.log_probs_bT": [torch.Tensor.double],
+    "pieces.rows_b": [Tensor.int],
+    "pieces.log_probs_bT": [Tensor.double],
 }
 
 
 def same_receipt(receipt: Any, expected: Any) -> None:
     # Another layout is no fault of the loop.
     assert receipt.ok, receipt.findings
-    torch.testing.assert_close(receipt.received_BT, expected.received_BT, equal_nan=True)
-    torch.testing.assert_close(receipt.expected_UBT, expected.expected_UBT, equal_nan=True)
+    assert_close(receipt.received_BT, expected.received_BT, equal_nan=True)
+    assert_close(receipt.expected_UBT, expected.expected_UBT, equal_nan=True)
 
 
 TWO = torch.ones(2, 3)
@@ -255,21 +248,24 @@ def valid_rollouts() -> dict[str, Any]:
 
 
 # What the first door lets nobody give.
-OF_ROLLOUTS: Mistakes = {
+OF_ROLLOUTS = {
     "prompts": [[torch.tensor([1])]],
     "mask": [None, TWO * 2, TWO[:, :2]],
     "written": ["text", TWO[:1], TWO * 2],
     "truncated": [torch.ones(3), torch.tensor([2, 0])],
     "columns.entropy": [TWO.long(), torch.ones(2, 4)],
     "facts.reward": [[1.0], "ab"],
-    **{name: [[1]] for name in ("examples", "sessions", "keys")},
+    "examples": [[1]],
+    "sessions": [[1]],
+    "keys": [[1]],
     "places": [[1, 2, 3]],
 }
-DOORS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Mistakes]] = {
+DOORS = {
     "weights": (compute_token_weights, valid_weights, OF_WEIGHTS),
     "receipt": (check, valid_receipt, OF_RECEIPT),
     "rollouts": (Rollouts, valid_rollouts, OF_ROLLOUTS),
 }
+"""Of each the call, valid arguments, and mistakes."""
 SAME = [("weights", SAME_WEIGHTS, same_weights), ("receipt", SAME_RECEIPT, same_receipt)]
 
 
@@ -349,22 +345,20 @@ PASSES = [
 RIGHT = make_batch([ROLLOUTS["right"]])
 TASK = {"task_type": "CAUSAL_LM"}
 # One that changes the weights of a layer, and one that puts keys and values in front.
-ADAPTERS: list[PeftConfig] = [
+ADAPTERS = [
     LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False, use_dora=True),
     PrefixTuningConfig(**TASK, num_virtual_tokens=3),
 ]
 
 
-def with_logits(
-    change: Callable[[torch.Tensor], torch.Tensor], prepended: int = 0
-) -> nn.Module:
+def with_logits(change: Callable[[Tensor], Tensor], prepended: int = 0) -> nn.Module:
     """A language model with other logits and positions of its own in front, as wrappers for soft prompts, distillation or
     labels have them."""
     model = tiny_model(layers=1)
     front = torch.randn(1, prepended, 16, generator=torch.Generator().manual_seed(0))
     inner = model.forward
 
-    def forward(input_ids: torch.Tensor, **_: Any) -> Any:
+    def forward(input_ids: Tensor, **_: Any) -> Any:
         vectors = model.get_input_embeddings()(input_ids)
         vectors = torch.cat([front.expand(len(vectors), -1, -1), vectors], dim=1)
         output = inner(inputs_embeds=vectors)
@@ -375,7 +369,7 @@ def with_logits(
     return model
 
 
-REFUSED: dict[str, Callable[[], nn.Module]] = {
+REFUSED = {
     "prepended": lambda: with_logits(lambda logits: logits, prepended=3),
     "trimmed in front": lambda: with_logits(lambda logits: logits[:, 3:], prepended=3),
     "the last position alone": lambda: with_logits(lambda logits: logits[:, -1:]),
@@ -397,9 +391,10 @@ def test_a_model_with_other_positions_is_refused(kind: str) -> None:
 
 def surprisal(model: nn.Module, temperature: float = 1.0) -> Any:
     """From the model, as the entropies: both are compared with those of all logits."""
-    inside = RIGHT.response_mask[0].bool()
-    prompt, response = (RIGHT.input_ids[0][tokens].tolist() for tokens in (~inside, inside))
-    log_probs, entropies = plain_columns(model, prompt, response, temperature)
+    right = ROLLOUTS["right"]
+    log_probs, entropies = plain_columns(
+        model, encode(right.prompt), encode(right.response), temperature
+    )
     # A surprisal is -log p.
     expected = [-value for value in log_probs]
     for method, values in ((PASSES[2], expected), (build("entropy"), entropies)):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grail_advantage import Grail, Method, Oar
@@ -66,9 +67,11 @@ def test_log_probs_and_entropies_by_hand(
     log_probs = hooks.log_probs(logits, tokens, 1.0)
     entropies = hooks.entropies(logits, 1.0)
     quarters = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    assert log_probs[:2].tolist() == pytest.approx([math.log(0.75), -math.log(3)], rel=1e-6)
-    assert entropies[:2].tolist() == pytest.approx([quarters, math.log(3)], rel=1e-6)
-    assert log_probs[2].isnan() and entropies[2].isnan()
+    for values, expected in (
+        (log_probs, [math.log(0.75), -math.log(3), math.nan]),
+        (entropies, [quarters, math.log(3), math.nan]),
+    ):
+        assert values.tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
@@ -95,10 +98,10 @@ def test_a_pass_keeps_nothing_for_gradients_of_parameters(
     # Frozen parameters stay frozen, others train on.
     trains = [parameter.requires_grad for parameter in model.parameters()]
 
-    def run() -> tuple[torch.Tensor, int]:
+    def run() -> tuple[Tensor, int]:
         sizes = []
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: Tensor) -> Tensor:
             sizes.append(tensor.numel())
             return tensor
 
@@ -119,7 +122,7 @@ class DropsOutByItself(GradientCheckpointingLayer):
 
     calls = ()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.calls += (self.training,)
         return torch.sin(3 * nn.functional.dropout(x, 0.5, self.training))
 
@@ -133,7 +136,7 @@ def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> 
     with hooks.evaluation_mode(model, checkpoint_blocks=not configured):
         (gradient,) = torch.autograd.grad(model(leaf * 1).sum(), leaf)
     assert block.calls == (False, False)  # once more in the backward
-    torch.testing.assert_close(gradient, 3 * torch.cos(3 * leaf.detach()))
+    assert_close(gradient, 3 * torch.cos(3 * leaf.detach()))
     assert block.training and block.gradient_checkpointing is configured
     assert "_gradient_checkpointing_func" not in vars(block)
 
@@ -150,7 +153,7 @@ def test_a_forward_that_goes_past_a_hook_is_said() -> None:
         assert not hooks_of(unused)
 
 
-METHODS: dict[str, Method] = {
+METHODS = {
     "embeddings": Grail("official"),
     "last block": Grail("robust", leaf="last"),
     "noise": Oar("gradient"),
@@ -180,7 +183,7 @@ def fail(*_: Any) -> None:
     raise RuntimeError("broken on purpose")
 
 
-def fail_at(module: nn.Module, call: int) -> Any:
+def fail_at(module: nn.Module, call: int = 1) -> Any:
     calls = itertools.count(1)
     return module.register_forward_pre_hook(
         lambda *_: fail() if next(calls) == call else None
@@ -188,19 +191,19 @@ def fail_at(module: nn.Module, call: int) -> Any:
 
 
 def fail_in_backward(module: nn.Module) -> Any:
-    def attach(_module: nn.Module, _args: tuple, output: torch.Tensor) -> None:
+    def attach(_module: nn.Module, _args: tuple, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(fail)
 
     return module.register_forward_hook(attach)
 
 
-BREAKS: dict[str, Callable[[Any], Any]] = {
+BREAKS = {
     "nothing": lambda model: model,
-    "the embedding": lambda model: fail_at(model.model.embed_tokens, 1),
-    "a block": lambda model: fail_at(model.model.layers[2].mlp, 1),
+    "the embedding": lambda model: fail_at(model.model.embed_tokens),
+    "a block": lambda model: fail_at(model.model.layers[2].mlp),
     "a block, in the second forward": lambda model: fail_at(model.model.layers[2].mlp, 2),
-    "the head": lambda model: fail_at(model.lm_head, 1),
+    "the head": lambda model: fail_at(model.lm_head),
     "the backward": lambda model: fail_in_backward(model.model.norm),
 }
 NULL = contextlib.nullcontext
@@ -246,7 +249,7 @@ def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> N
             state_then = state_of(model)
             if what == "nothing" or (what == "the backward" and name == "replacements"):
                 weights = compute(model, BATCH, METHODS[name]).weights
-                torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-3)
+                assert_close(weights, expected, rtol=1e-3, atol=1e-3)
             else:
                 # A second forward there is where the rows go alone.
                 tokens = 1 if "second" in what else 4096
@@ -300,7 +303,7 @@ def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
             compute(model, BATCH, METHODS[name])
         handle.remove()
         assert hooks_of(model) == hooks_then
-    torch.testing.assert_close(compute(model, BATCH, METHODS[name]).weights, expected)
+    assert_close(compute(model, BATCH, METHODS[name]).weights, expected)
     assert hooks_of(model) == hooks_then
     assert training_step(model) == training_step(plain)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import AnswerSpan, Oar, TokenWeights
@@ -42,18 +42,18 @@ OF_MAP = {
 }
 
 
-def embed(model: nn.Module, ids: list[int]) -> torch.Tensor:
+def embed(model: nn.Module, ids: list[int]) -> Tensor:
     return model.get_input_embeddings()(torch.tensor(ids)).detach()
 
 
 def read(
     model: nn.Module,
-    embeds: torch.Tensor,
+    embeds: Tensor,
     ids: list[int],
     start: int,
     span: AnswerSpan,
     probe: str,
-) -> torch.Tensor:
+) -> Tensor:
     """(V,) probabilities, or the scalar log-likelihood a token; with a gradient to `embeds` (S, D)."""
     logits = model(inputs_embeds=embeds.unsqueeze(0), use_cache=False).logits[0]
     answer = range(start + span.start, start + span.end)
@@ -64,7 +64,7 @@ def read(
     return (sum(logits[p - 1] for p in answer) / len(answer)).softmax(-1)
 
 
-def apart(clean: torch.Tensor, changed: torch.Tensor, probe: str) -> torch.Tensor:
+def apart(clean: Tensor, changed: Tensor, probe: str) -> Tensor:
     if probe == "answer_joint":
         return clean - changed
     return (clean * (clean.log() - changed.log())).sum()

@@ -19,7 +19,7 @@ from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts
 from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.weigh import weigh
 from tests.core.common import FITTED, MAPS, METHODS, rollouts_of
-from tests.core.test_rlsd import example, tiny_tokenizer
+from tests.core.test_rlsd import example
 from tests.core.tiny_models import encode, tiny_model
 
 Options = dict[str, Any]
@@ -41,32 +41,32 @@ CUT_OFF = 5
 @cache
 def batch() -> Rollouts:
     """All that any method reads."""
+    prompts, advantages, texts, rewards = zip(*SAID, strict=True)
     # What a tool wrote becomes as many blanks in the pattern.
     trained = [
         [
             c != " "
             for c in re.sub(r"\[.*?\]", lambda m: " " * len(m[0]), text.replace(" ", "."))
         ]
-        for _, _, text, _ in SAID
+        for text in texts
     ]
     r = rollouts_of(
-        [encode(text) for _, _, text, _ in SAID],
-        [advantage for _, advantage, _, _ in SAID],
+        [encode(text) for text in texts],
+        advantages,
         trained,
         known_spans={},
-        tokenizer=tiny_tokenizer(),
         # Four responses to each of two prompts.
         groups=torch.arange(8) // 4,
-        rewards=torch.tensor([advantage + 0.5 for _, advantage, _, _ in SAID]),
+        rewards=torch.tensor(advantages) + 0.5,
         fields={
-            "tool_rewards": [rewards for *_, rewards in SAID],
-            "a_turn": [[*rewards, 0.75] for *_, rewards in SAID],
+            "tool_rewards": rewards,
+            "a_turn": [[*of_response, 0.75] for of_response in rewards],
         },
         examples=[
             replace(example(f"How many? {prompt}", "4"), columns=COLUMNS)
-            for prompt, *_ in SAID
+            for prompt in prompts
         ],
-        truncated=torch.arange(len(SAID)) == CUT_OFF,
+        truncated=torch.arange(8) == CUT_OFF,
         step=1,
     )
     draw = torch.Generator().manual_seed(0)
@@ -98,7 +98,7 @@ def weigh_batch(method: BaseMethod) -> Weighed:
 
 SHORT = {**FITTED, "threshold": 20.0, "separator": " ", "window": 8, "stride": 4}
 """With which methods do something with responses as short as these."""
-CONTEXTS: dict[str, list[Options]] = {
+CONTEXTS = {
     "span": [{}, {"statistics": "reasoning", "wrong": 0.5, "reshaper": "mean_ratio"}],
     "quantile": [{"reshaper": "bilevel"}],
     "boost": [{"reshaper": "bilevel"}],
@@ -127,7 +127,7 @@ CONTEXTS: dict[str, list[Options]] = {
     "align": [{"rewards": "a_turn"}],
 }
 """Other options with which one does something, by its name: the first that fits counts."""
-VALUES: dict[str, list[Any]] = {
+VALUES = {
     "reshaper": MAPS,
     "reshaper_options": [
         {"beta": 0.5},
@@ -167,7 +167,7 @@ def values_of(name: str, option: str) -> list[Any]:
     if option in VALUES:
         return VALUES[option]
     schema = methods()[name].model_json_schema()["properties"][option]
-    values: list[Any] = []
+    values = []
     for kind in schema.get("anyOf", [schema]):
         values += kind.get("enum", [])
         if "const" in kind:

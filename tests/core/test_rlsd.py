@@ -20,31 +20,15 @@ from tests.core.common import rollouts_of, watch_inputs, weighed
 from tests.core.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 from tests.core.tiny_models import (
     Rollout,
-    char_tokenizer,
     compute,
     encode,
     make_batch,
     plain_columns,
     tiny_model,
+    with_template,
 )
 
 SHORT = "Given {privileged}, tell it in your words."
-BRACKETS = """\
-{%- for message in messages %}{{ "[" + message.role + "]" + message.content }}{% endfor %}
-{%- if add_generation_prompt %}[assistant]{% endif %}"""
-
-
-def with_template(
-    tokenizer: PreTrainedTokenizerFast, template: str
-) -> PreTrainedTokenizerFast:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-@cache
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    return with_template(char_tokenizer(), BRACKETS)
 
 
 def example(
@@ -69,7 +53,6 @@ def weigh(
         examples=[example("?")] * len(changes),
         columns={"old_log_probs": torch.zeros_like(of_pass)},
         step=step,
-        tokenizer=tiny_tokenizer(),
     )
     return weighed(Rlsd(**options), r, of_pass)
 
@@ -121,9 +104,7 @@ def run(
     method: Rlsd, examples: list[Example | None], family: str = "qwen3", **parts: Any
 ) -> TokenWeights:
     """Every response of ``ROWS`` through the plain host."""
-    return compute(
-        subject(family), BATCH, method, tiny_tokenizer(), examples=examples, **parts
-    )
+    return compute(subject(family), BATCH, method, examples=examples, **parts)
 
 
 def log_probs(
@@ -149,7 +130,7 @@ def test_plain_computation(
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
     family, temperature, asking, given_old, lam, epsilon = kind
     method = Rlsd(lam=lam, epsilon=epsilon, request=asking)
-    parts: dict[str, Any] = {"temperature": temperature}
+    parts = {"temperature": temperature}
     if given_old is not None:
         parts["old_log_probs"] = torch.where(BATCH.response_mask == 1, given_old, 123.0)
     result = run(method, EXAMPLES, family, **parts)

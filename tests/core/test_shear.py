@@ -7,6 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
+from torch.testing import assert_close
 
 from grail_advantage.methods import shear
 from grail_advantage.methods.shear import Shear, shear_scores, sinkhorn_distance
@@ -16,12 +18,12 @@ LENGTHS = (11, 4, 7, 1, 13)
 POSITIVE = (True, False, True, False, False)
 
 
-def group() -> list[torch.Tensor]:
+def group() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(length, 3, generator=generator) for length in LENGTHS]
 
 
-def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> float:
+def plain_sinkhorn(cost: Tensor, epsilon: float, iterations: int) -> float:
     """The textbook's matrix scaling of one pair, in float64: transport cost."""
     kernel = torch.exp(-cost / (epsilon * cost.mean()))
     v = torch.ones(cost.shape[1]).double()
@@ -32,13 +34,13 @@ def plain_sinkhorn(cost: torch.Tensor, epsilon: float, iterations: int) -> float
 
 
 def plain_scores(
-    hidden: list[torch.Tensor],
+    hidden: list[Tensor],
     positive: Sequence[bool],
     window: int,
     stride: int,
     epsilon: float,
     iterations: int,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Every definition spelled out, one pair of windows at a time."""
     norm = torch.cat([h.norm(dim=1) for h in hidden]).mean().item()
     scores = []
@@ -93,7 +95,7 @@ def test_against_the_plain_loop(
     for actual, expected in zip(
         got, plain_scores(group(), POSITIVE, **options), strict=True
     ):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
+        assert_close(actual, expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3])
@@ -105,7 +107,7 @@ def test_a_few_windows_at_once_have_the_distances_of_all(
     monkeypatch.setattr(shear, "WINDOWS_AT_ONCE", windows)
     with patch.object(torch, "cdist", wraps=torch.cdist) as costs:
         blocks = shear_scores(group(), POSITIVE, window=5, stride=2)
-    torch.testing.assert_close(blocks, at_once, rtol=1e-5, atol=0)
+    assert_close(blocks, at_once, rtol=1e-5, atol=0)
     # Windows of 5 by 2: one has 5 states, two have 7, three have 9.
     assert max(len(call.args[0]) for call in costs.call_args_list) == 5 + 2 * (windows - 1)
 
@@ -135,7 +137,7 @@ def test_states_that_are_not_finite(bad: float) -> None:
         got = shear_scores(hidden, POSITIVE, window=5, stride=2)
         assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)
         for i, expected in zip(rest, want, strict=True):
-            torch.testing.assert_close(got[i], expected, rtol=1e-5, atol=0)
+            assert_close(got[i], expected, rtol=1e-5, atol=0)
     got = shear_scores(
         [torch.ones(3, 2), torch.full((2, 2), bad)], [True, False], window=5, stride=2
     )
@@ -176,7 +178,7 @@ def test_scores_are_those_of_the_groups_hidden_states() -> None:
         )
         for values in (got.scores, got.weights):
             actual = torch.cat([values[row, inside[row]] for row in members])
-            torch.testing.assert_close(actual, scores, rtol=1e-4, atol=1e-6)
+            assert_close(actual, scores, rtol=1e-4, atol=1e-6)
         assert scores.unique().numel() > 3
     # The response without an advantage is on neither side: it has weight 1, and nobody is compared with it.
     assert (got.weights[4, inside[4]] == 1).all()

@@ -16,7 +16,6 @@ from tests.core.test_rlsd import (
     SHORT,
     log_probs,
     subject,
-    tiny_tokenizer,
 )
 from tests.core.tiny_models import compute, encode, tiny_model
 
@@ -55,7 +54,7 @@ def test_self_distillation_is_the_plain_mix() -> None:
     """Through the model; also where the response's own advantage is 0. Without a text it keeps its own."""
     method = build("self_distillation", {"lam": 0.3, "request": SHORT})
     examples = [*EXAMPLES[:2], None, *EXAMPLES[3:]]
-    result = compute(subject(), BATCH, method, tiny_tokenizer(), examples=examples)
+    result = compute(subject(), BATCH, method, examples=examples)
     for row, advantages in enumerate(BATCH.of_responses(result.advantages)):
         question, gold, response, a = ROWS[row]
         # Without a text it keeps its own advantage.
@@ -79,13 +78,11 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter() ->
     adapted = get_peft_model(tiny_model(seed=3), config).eval()
     method = build("progress_advantage", {"lam": 0})
     plain = tiny_model(seed=3)
-    without_adapter = compute(adapted, BATCH, method, tiny_tokenizer(), temperature=0.7)
+    without_adapter = compute(adapted, BATCH, method, temperature=0.7)
     of_rows = BATCH.of_responses(without_adapter.advantages)
     # Given reference log-probabilities count, where the model has an adapter, too.
     reference = torch.full(BATCH.input_ids.shape, -2.0)
-    with_columns = compute(
-        adapted, BATCH, method, tiny_tokenizer(), temperature=0.7, ref_log_probs=reference
-    )
+    with_columns = compute(adapted, BATCH, method, temperature=0.7, ref_log_probs=reference)
     for (question, _, response, _), advantages, by_column in zip(
         ROWS, of_rows, BATCH.of_responses(with_columns.advantages), strict=True
     ):
@@ -99,4 +96,4 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter() ->
         "the adapter does something"
     )
     with pytest.raises(ValueError, match="ref_log_probs are not there"):
-        compute(plain, BATCH, method, tiny_tokenizer())
+        compute(plain, BATCH, method)

@@ -12,9 +12,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from grail_advantage import Grail, Method, Oar
@@ -23,7 +24,7 @@ from grail_advantage.model import hugging_face
 from grail_advantage.model.interface import RankRounds
 from tests.core.common import some, watch_inputs
 from tests.core.test_hooks import fail_at, fail_in_backward, hooks_of
-from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
+from tests.core.test_rlsd import SHORT, example
 from tests.core.tiny_models import (
     FAMILIES,
     ROLLOUTS,
@@ -42,7 +43,7 @@ ALONE = {"phi3, longrope", "doge"}
 BATCH = rollouts_named(
     "text after the box", "box at the end", "several boxes", "right", "empty box"
 )
-METHODS: dict[str, Method] = {
+METHODS = {
     "grail": Grail(gate="all"),
     "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
     "oar_g": Oar("gradient", noise_std=0.05),
@@ -62,21 +63,19 @@ def model_of(name: str) -> PreTrainedModel:
     return FAMILIES[name].build().train()
 
 
-def scores_of(name: str, method: str, tokens: int, padding: str) -> torch.Tensor:
+def scores_of(name: str, method: str, tokens: int, padding: str) -> Tensor:
     """By at most so many tokens a forward, whatever the lengths of its rows."""
-    parts = {
-        "groups": torch.zeros(len(BATCH)).long(),
-        "examples": [example(rollout.prompt) for rollout in BATCH],
-    }
-    arguments = (
-        model_of(name),
-        make_batch(BATCH, padding),
-        METHODS[method],
-        tiny_tokenizer(),
-    )
     # Rows of any lengths go together.
     with patch.object(hugging_face, "LEAST_LENGTH", 0.0):
-        return compute(*arguments, **parts, temperature=0.9, tokens=tokens).scores
+        return compute(
+            model_of(name),
+            make_batch(BATCH, padding),
+            METHODS[method],
+            groups=torch.zeros(len(BATCH)).long(),
+            examples=[example(rollout.prompt) for rollout in BATCH],
+            temperature=0.9,
+            tokens=tokens,
+        ).scores
 
 
 @pytest.mark.parametrize("name", some(NAMES, BY_DAY))
@@ -143,7 +142,7 @@ def test_less_goes_together_where_memory_runs_out(
     # A pass of more than 100 tokens is refused.
     sizes: list[int] = []
 
-    def run_out(_module: nn.Module, args: tuple, output_BSD: torch.Tensor) -> None:
+    def run_out(_module: nn.Module, args: tuple, output_BSD: Tensor) -> None:
         sizes.append(args[0].numel())
         if sizes[-1] > 100:
             raise torch.OutOfMemoryError("out of memory on purpose")
@@ -151,7 +150,7 @@ def test_less_goes_together_where_memory_runs_out(
     model.model.embed_tokens.register_forward_hook(run_out)
     for _ in range(2):
         weights = weigh(model, rollouts, method).weights
-        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-4)
+        assert_close(weights, expected, rtol=1e-4, atol=1e-4)
     failed = [place for place, size in enumerate(sizes) if size > 100]
     # None in the second call.
     assert 0 < len(failed) <= 6 and failed[-1] < len(sizes) / 2
@@ -198,7 +197,7 @@ def left_by_a_break(model: Any, where: str, **arguments: Any) -> list[Any]:
 
     hooks_then = hooks_of(model)
     blocks = [module for name, module in model.named_modules() if "layers.2" in name]
-    handle = fail_at(blocks[-1], 1) if where == "forward" else fail_in_backward(blocks[-1])
+    handle = fail_at(blocks[-1]) if where == "forward" else fail_in_backward(blocks[-1])
     remains = []
     try:
         # Of a pass without gradients no backward breaks.
@@ -251,7 +250,7 @@ def run_rank(rank: int, folder: str) -> None:
         if share == "three, one, two":
             for where in ("forward", "backward"):
                 remains += left_by_a_break(model, where, **arguments)
-            torch.testing.assert_close(weigh(model, **arguments).weights, got.weights)
+            assert_close(weigh(model, **arguments).weights, got.weights)
         results[type(model).__name__, share, name] = got.scores, got.weights, remains
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -271,7 +270,7 @@ def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path)
             # The gradient of a divergence so small keeps one or two digits of float32's seven; of these no weight can be asked.
             rtol = 5e-2 if name == "oar_g" else 1e-3
             atol = rtol * float(expected.scores.nan_to_num(0).abs().max())
-            close = partial(torch.testing.assert_close, equal_nan=True, msg=case)
+            close = partial(assert_close, equal_nan=True, msg=case)
             close(scores, expected.scores, rtol=rtol, atol=atol)
             if name != "oar_g":
                 close(weights, expected.weights, rtol=1e-2, atol=1e-2)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from grail_advantage import turn_advantages
 
@@ -47,11 +48,11 @@ class Environment(NamedTuple):
     """The possible responses of a policy; all numbers are float64."""
 
     steps: list[list[Step]]  # R responses
-    probabilities_R: torch.Tensor
+    probabilities_R: Tensor
     # Of the log-probabilities of each response's turns, (K, P)
-    turn_gradients: list[torch.Tensor]
+    turn_gradients: list[Tensor]
     # The gradient of the mean reward
-    truth_P: torch.Tensor
+    truth_P: Tensor
 
     def expected_gradient(
         self,
@@ -59,7 +60,7 @@ class Environment(NamedTuple):
         options: Mapping[str, Any],
         size: int = 3,
         denominator: str = "constant",
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """What a step's gradient is on average, (P,); before any clipping. The loss of a group of ``size`` is the sum over its
         tokens, divided by ``size``, or by the ``tokens`` of the group, or by ``size`` times those of each ``response``."""
         groups = list(combinations_with_replacement(range(len(self.steps)), size))
@@ -128,11 +129,11 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
             for answer, share in SAYS.get((saw, did), {}).items():
                 go_on(now, answer, chance * share * (1 - cut))
 
-    def log_prob(step: Step) -> torch.Tensor:
+    def log_prob(step: Step) -> Tensor:
         of_state = parameters_P[[places[step[0], did] for did in logits[step[0]]]]
         return parameters_P[places[step]] - of_state.logsumexp(0)
 
-    def gradient(number: torch.Tensor) -> torch.Tensor:
+    def gradient(number: Tensor) -> Tensor:
         return torch.autograd.grad(number, parameters_P, retain_graph=True)[0]
 
     go_on([], "", 1.0)
@@ -153,7 +154,7 @@ def _returns(steps: Sequence[Step], turn: int = 0, gamma: float = 1.0) -> float:
     return sum(gamma**delay * REWARDS[step] for delay, step in enumerate(steps[turn:]))
 
 
-def bias(found_P: torch.Tensor, exact_P: torch.Tensor) -> float:
+def bias(found_P: Tensor, exact_P: Tensor) -> float:
     """What no scale mends: the length of what is left of an expected gradient without its part along the true one, in
     lengths of that."""
     scale = found_P @ exact_P / (exact_P @ exact_P)
@@ -166,14 +167,12 @@ PLAIN = {"deviation": False}
 EXACT = 1e-10
 
 
-def _close(found_P: torch.Tensor, expected_P: torch.Tensor) -> None:
+def _close(found_P: Tensor, expected_P: Tensor) -> None:
     torch.testing.assert_close(found_P, expected_P, rtol=0, atol=EXACT)
     assert float(expected_P.norm()) > 0.05
 
 
-def _of_turns(
-    policy: Environment, value: Callable[[Sequence[Step], int], float]
-) -> torch.Tensor:
+def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]) -> Tensor:
     """E[grad log pi(turn) * value], summed over turns."""
     total_P = torch.zeros_like(policy.truth_P)
     for probability, steps, gradients_KP in zip(

@@ -95,9 +95,7 @@ def talks_of(seed: int, *, masked: bool = False) -> list[Talk]:
 
 def _return(talk: Talk, turn: int, gamma: float) -> float:
     rewards = [*talk.rewards, talk.outcome]
-    return math.fsum(
-        gamma ** (later - turn) * rewards[later] for later in range(turn, len(rewards))
-    )
+    return math.fsum(gamma**delay * reward for delay, reward in enumerate(rewards[turn:]))
 
 
 def _compared(
@@ -185,7 +183,7 @@ def plain_gigpo(
     return values
 
 
-PLAIN: dict[str, tuple[Callable[..., list[float]], list[dict[str, Any]]]] = {
+PLAIN = {
     "turn_rloo": (plain_turn_rloo, [{}, {"gamma": 0.5}, {"stopped": "zero"}]),
     "mt_grpo": (plain_mt_grpo, [{}, {"alpha": 0.5, "deviation": False}]),
     "turn_grpo": (plain_turn_grpo, [{}, {"gamma": 1.0, "deviation": False}]),
@@ -202,10 +200,8 @@ def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
         of_turns = PLAIN[name][0](
             talk, [member for member in talks if member.group == talk.group], **options
         )
-        of_tokens = [
-            value for turn, value in zip(talk.turns, of_turns, strict=True) for _ in turn
-        ]
-        advantages.append([0.0] * len(of_tokens) if talk.masked else of_tokens)
+        of_tokens = np.repeat(of_turns, list(map(len, talk.turns)))
+        advantages.append((of_tokens * (not talk.masked)).tolist())
     return advantages
 
 
@@ -271,7 +267,7 @@ def test_how_rewards_by_turn_are_aligned() -> None:
     )
 
 
-UNCERTAIN: list[Any] = [
+UNCERTAIN = [
     [1.0, 2.0, 0.5],
     [NAN, 2.0],
     [1e30, 2.0],
@@ -408,7 +404,7 @@ RIGHT = "....#.......#########.."
 WRONG = "....#........."
 NONE = "." * 10
 UNTRAINED = "1" * 4
-PICTURES: list[tuple[dict[str, Any], list[str]]] = [
+PICTURES = [
     ({}, [RIGHT, WRONG.replace("#", "."), NONE, UNTRAINED]),
     ({"gate": "wrong", "elsewhere": 1}, ["1" * 23, WRONG, "1" * 10, UNTRAINED]),
     ({"gate": "all", "inside": 3, "outside": 0.5}, [RIGHT, WRONG, NONE, UNTRAINED]),

@@ -6,6 +6,7 @@ position's gradient is well above the epsilon of the log scores.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -17,7 +18,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from grail_advantage import Method, TokenWeights, check, compute_token_weights
 from grail_advantage.check import CHARACTERS, END
@@ -34,6 +41,24 @@ def encode(text: str) -> list[int]:
     return [CHARACTERS.index(character) for character in body] + [END_ID] * text.endswith(
         END
     )
+
+
+BRACKETS = """\
+{%- for message in messages %}{{ "[" + message.role + "]" + message.content }}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def with_template(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return with_template(char_tokenizer(), BRACKETS)
 
 
 def decode(ids: Iterable[int]) -> str:
@@ -188,15 +213,15 @@ class Rollout:
 class Batch:
     """Padded tensors as ``compute_token_weights`` takes them; (B, L) and (B,)."""
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    response_mask: torch.Tensor
-    advantages: torch.Tensor
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    advantages: Tensor
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.input_ids, self.attention_mask, self.response_mask, self.advantages
 
-    def of_responses(self, values_BL: torch.Tensor) -> list[list[float]]:
+    def of_responses(self, values_BL: Tensor) -> list[list[float]]:
         """Each response's values."""
         # Padding and prompts are left out.
         rows = zip(values_BL, self.response_mask == 1, strict=True)
@@ -241,7 +266,7 @@ def compute(
 ) -> TokenWeights:
     """By the plain function, with the tokenizer of single characters."""
     return compute_token_weights(
-        model, tokenizer or char_tokenizer(), *batch.tensors(), method, **parts
+        model, tokenizer or tiny_tokenizer(), *batch.tensors(), method, **parts
     )
 
 
