@@ -1,7 +1,5 @@
 """The methods and maps of this package, responses with given numbers as a host, and how properties are tried."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

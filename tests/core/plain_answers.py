@@ -1,7 +1,5 @@
 """Answers in a text, found character by character, as the formats' definitions say; one character a byte."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

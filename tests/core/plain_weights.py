@@ -4,8 +4,6 @@ Nothing of it but the span's four numbers is the package's: a response is lists 
 counts are exact fractions. A map takes the scores of the tokens of one statistics set.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -4,8 +4,6 @@ The real ones come from files inside packages, which are not imported: ``dashsco
 that of Llama 3. Without its package a tokenizer skips the test that asks for it.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

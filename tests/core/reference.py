@@ -6,8 +6,6 @@ padding included, in float64; all logits are computed, the leaf's gradient comes
 character-level: one token is one character, so that spans are found by counting braces in a string.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,8 +1,6 @@
 """Answers in a text against hand-worked cases and against a search that follows the definition byte by byte; a user's
 expression has one second of its own; runs whose responses have no answers stop, or there is a warning, with the remedy."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time
@@ -34,7 +32,7 @@ UNITS = {
 }
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     assert len(BY_HAND) == 30
     for case in BY_HAND:
         boxes = answer_format(case["answer"]).find(case["text"].encode("latin-1"))
@@ -42,14 +40,14 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("answer", PLAIN)
-def test_every_short_text(answer: str) -> None:
+def test_every_short_text(answer: str):
     for length in range(6):
         for units in itertools.product(UNITS[answer], repeat=length):
             text = b"".join(units)
             assert list(answer_format(answer).find(text)) == plain_boxes(text, answer), text
 
 
-def test_hashes_hold_the_number_that_verls_reward_judges() -> None:
+def test_hashes_hold_the_number_that_verls_reward_judges():
     extract_solution = pytest.importorskip("verl.utils.reward_score.gsm8k").extract_solution
     for length in range(6):
         for units in itertools.product(
@@ -61,7 +59,7 @@ def test_hashes_hold_the_number_that_verls_reward_judges() -> None:
             assert content == extract_solution(text), text
 
 
-def test_the_search_is_linear() -> None:
+def test_the_search_is_linear():
     """In 200 kB, for which a search that starts over at each opener takes hours."""
     # 7 bytes of an opener, so many times: 200 kB.
     n = 28_571
@@ -98,7 +96,7 @@ ENDLESS = (
 @pytest.mark.parametrize(("expression", "text"), ENDLESS)
 def test_what_takes_long_has_no_matches(
     expression: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(expressions, "SECONDS", 0.1)
     assert find_matches(regex.compile(expression), text) is None
     assert list(answer_format(expression).find(text.encode())) == []
@@ -106,7 +104,7 @@ def test_what_takes_long_has_no_matches(
 
 def test_the_second_is_of_the_clock_and_not_of_other_threads(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """An expression needs so much of regex's clock, of which one second passes in so many by the wall clock."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -148,7 +146,7 @@ def watch(
     return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **options)
 
 
-def test_a_first_batch_without_answers_stops() -> None:
+def test_a_first_batch_without_answers_stops():
     """It names the format that has them; a small batch without answers is bad luck, and all processes count together."""
     for texts, answer, named in (
         ([HASHES] * 31 + [NONE], "boxed", "here.answer=hashes"),
@@ -170,7 +168,7 @@ def test_a_first_batch_without_answers_stops() -> None:
         looked(watch(total=lambda counts: [counts[0], 64]), [NONE] * 8)
 
 
-def test_a_low_share_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_low_share_is_warned_of_once(caplog: pytest.LogCaptureFixture):
     """A fifth is not low, and a method that reads no answer needs none."""
     for check, first, warnings in (
         # One of ten is low; one of five is not.

@@ -1,8 +1,6 @@
 """Answer spans against hand-worked cases and against a search that follows the definition byte by byte; texts of tokens, which
 joined are the response; and tokenizers, loaded as their checkpoints mean them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
@@ -77,7 +75,7 @@ BY_HAND = read_lines("spans.jsonl")
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.Fuse()], ids=["no decoder", "fuse"])
-def test_spans_by_hand(decoder: Any) -> None:
+def test_spans_by_hand(decoder: Any):
     assert len(BY_HAND) == 28
     for case in BY_HAND:
         tokenizer = word_tokenizer(case["tokens"], decoder)
@@ -88,7 +86,7 @@ def test_spans_by_hand(decoder: Any) -> None:
             assert find_answer_span(ids, tokenizer, case["which"]) == span, "the default"
 
 
-def test_every_kind_of_row() -> None:
+def test_every_kind_of_row():
     tokenizer = char_tokenizer()
     two = encode("\\boxed{1}\\boxed{2}")
     assert (
@@ -124,7 +122,7 @@ def test_every_kind_of_row() -> None:
     )
 
 
-def test_each_tokenizer_has_its_own_table() -> None:
+def test_each_tokenizer_has_its_own_table():
     """Tokenizers that die leave their ids, which later ones take over."""
     # The one before is still alive when the next is made, so that every other id is the same
     for number in range(20):
@@ -150,7 +148,7 @@ def real_vocabulary(
 
 
 @pytest.mark.slow
-def test_real_token_bytes(real_vocabulary: tuple) -> None:
+def test_real_token_bytes(real_vocabulary: tuple):
     tokenizer, vocabulary = real_vocabulary
     assert len(tokenizer) in (151_669, 128_256)
     assert token_bytes(tokenizer) == {
@@ -201,7 +199,7 @@ def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) ->
 @pytest.mark.parametrize("answer", PLAIN)
 def test_real_vocabulary_text_encoded_and_split_anywhere(
     real_vocabulary: tuple, answer: str
-) -> None:
+):
     tokenizer, vocabulary = real_vocabulary
     token_of = {text: token for token, text in vocabulary.items()}
     size = len(tokenizer)
@@ -226,7 +224,7 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sentencepiece_vocabulary(kind: Any) -> None:
+def test_sentencepiece_vocabulary(kind: Any):
     tokenizer = real.sentencepiece_tokenizer(kind)
     bytes_of = token_bytes(tokenizer)
     pieces = [
@@ -249,7 +247,7 @@ def test_sentencepiece_vocabulary(kind: Any) -> None:
     assert spans > 25
 
 
-def test_scheme_without_a_decoder() -> None:
+def test_scheme_without_a_decoder():
     """Byte-level and Metaspace vocabularies are told by their pre-tokenizer when the decoder is missing."""
     bytewise = pre_tokenizers.ByteLevel()
     meta = pre_tokenizers.Metaspace()
@@ -268,7 +266,7 @@ def test_scheme_without_a_decoder() -> None:
         ]
 
 
-def test_added_and_spelt_tokens() -> None:
+def test_added_and_spelt_tokens():
     """A byte-level alphabet spells byte 0xE9 as é, but an added token é is the two bytes of the letter. Spelt bytes are bytes
     where the decoder says so."""
     tokenizer = word_tokenizer(["é"], decoders.ByteLevel())
@@ -279,7 +277,7 @@ def test_added_and_spelt_tokens() -> None:
         assert token_bytes(word_tokenizer(["<0x41>"], decoder))[2] == covered
 
 
-def test_a_shared_character_is_the_text_of_its_last_token() -> None:
+def test_a_shared_character_is_the_text_of_its_last_token():
     """Bytes that are no text become replacement characters."""
     euro = "€".encode()
     family = "👨".encode()
@@ -293,7 +291,7 @@ def test_a_shared_character_is_the_text_of_its_last_token() -> None:
 @pytest.mark.slow
 def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(
     real_vocabulary: tuple,
-) -> None:
+):
     tokenizer, vocabulary = real_vocabulary
     texts = TokenTexts(tokenizer)
     text = "So 7€ = 👨‍👩‍👧 and \\boxed{\\text{naïve}}\n\n  zero\u200bwidth"
@@ -320,7 +318,7 @@ def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(
 
 def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused(
     tmp_path: Path,
-) -> None:
+):
     meant = build_tokenizer()
     tokenizer = load_tokenizer(
         save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama")
@@ -341,7 +339,7 @@ def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused
         load_tokenizer(tmp_path)
 
 
-def test_a_mistral_folder_is_read_by_its_tokenizer_json(tmp_path: Path) -> None:
+def test_a_mistral_folder_is_read_by_its_tokenizer_json(tmp_path: Path):
     """Also beside the ``tekken.json`` that mistral_common, which vLLM brings, would take: its tokens have no bytes."""
     data = Path(str(files("mistral_common"))) / "data"
     _, meant = load_shipped()

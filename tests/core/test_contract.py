@@ -4,8 +4,6 @@ the door through which every method comes: registering, plug-ins, and options wi
 A response that cannot be scored has weight 1 and no other response notices, the order of responses, empty ones and padding
 change nothing, the batch's figures are finite, and no number makes a weight that is not finite or below 0."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle
@@ -139,7 +137,7 @@ def sources(name: str) -> list[str]:
 
 
 @every_method
-def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
+def test_says_what_it_is_and_keeps_nothing(name: str):
     method = build(name)
     assert (
         method.name == name
@@ -160,7 +158,7 @@ def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
 
 
 @every_method
-def test_order_empty_responses_padding_and_shares_change_nothing(name: str) -> None:
+def test_order_empty_responses_padding_and_shares_change_nothing(name: str):
     """A masked response trains nothing, and batches without a token have no figures."""
     batch = case(12, gap=True)
     apart = name not in COMPARES_ROWS | {"steer"}
@@ -194,7 +192,7 @@ def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "name", [name for name in METHODS if "control" in methods()[name].model_fields]
 )
-def test_the_shuffled_control_has_the_same_values_on_other_tokens(name: str) -> None:
+def test_the_shuffled_control_has_the_same_values_on_other_tokens(name: str):
     """Of each response, and of advantages those of whole steps; before the answer, which begins at token 4, where they read
     it. By the step and its tokens alone: other keys and places, as each start has them, move nothing."""
     batch = case(12, tokens=16, gap=True)
@@ -235,7 +233,7 @@ def test_the_shuffled_control_has_the_same_values_on_other_tokens(name: str) -> 
 @pytest.mark.parametrize(
     "name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields]
 )
-def test_the_mass_is_restored(name: str) -> None:
+def test_the_mass_is_restored(name: str):
     batch = case(12, gap=True)
     w = run(name, batch, normalize_mass=True)
     restored = w.selected & (w.weights.sum(dim=1) > 0)
@@ -246,7 +244,7 @@ def test_the_mass_is_restored(name: str) -> None:
 @weighing
 def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
     name: str,
-) -> None:
+):
     plain = case()
     # A response that needs scores, as others notice nothing of the rest.
     bad = int(run(name, plain).selected.int().argmax())
@@ -270,7 +268,7 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
 
 
 @weighing
-def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str) -> None:
+def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str):
     """In any precision; 1e19 is an infinity in half of it."""
 
     def with_first(value: float, dtype: torch.dtype = torch.float32) -> Weighed:
@@ -304,7 +302,7 @@ EXTREMES = {
 
 
 @weighing
-def test_numbers_that_under_and_overflow(name: str) -> None:
+def test_numbers_that_under_and_overflow(name: str):
     """Every weight is finite, as :func:`weighed` checks; what is finite in float32 is a number and no fault."""
     r = case()
     for extreme, change in EXTREMES.items():
@@ -332,7 +330,7 @@ OTHERS = [
 
 
 @weighing
-def test_nan_logits_in_one_row(name: str) -> None:
+def test_nan_logits_in_one_row(name: str):
     """Of a prompt with two more responses, so that a method that compares the responses of a prompt has others to compare."""
     # Untied, so that one broken embedding touches only the responses that read it
     model = tiny_model(layers=2)
@@ -375,7 +373,7 @@ class Plain(Method):
     factor: float = 2.0
 
 
-def test_a_registered_class_is_a_method_with_options() -> None:
+def test_a_registered_class_is_a_method_with_options():
     cls = register("plain")(type("Named", (Plain,), {}))
     assert methods()["plain"] is cls and build("plain", {"factor": 3.0}).factor == 3.0
     assert build("plain").name == "plain" == cls.section
@@ -383,7 +381,7 @@ def test_a_registered_class_is_a_method_with_options() -> None:
         _ = Plain().name
 
 
-def test_what_cannot_be_registered_is_refused() -> None:
+def test_what_cannot_be_registered_is_refused():
     """A taken name but to the class itself, whose module may be loaded again; and maps without typed options."""
 
     def untyped(x: Tensor, m: Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
@@ -412,7 +410,7 @@ def test_what_cannot_be_registered_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [*METHODS, *MAPS])
-def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) -> None:
+def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str):
     cls = maps.MAPS[name].options if name in maps.MAPS else methods()[name]
     fixed = {} if name in maps.MAPS else cls.names[name]
     for option, schema in cls.model_json_schema()["properties"].items():
@@ -432,7 +430,7 @@ def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str) ->
 
 
 @pytest.mark.slow
-def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
+def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path):
     """And naming the methods imports no model code."""
     mine = "from grail_advantage import Method, register\n\n@register('grail')\nclass Mine(Method):\n    pass\n"
     third = mine.replace("grail')", "mine')")
@@ -488,7 +486,7 @@ class EntropyDrop(Mapped):
 
 def test_a_method_of_ones_own_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """A shift that reads beyond the response is told; with another value there it is none."""
     file = tmp_path / "mine.py"
     for last, status, words in (

@@ -1,8 +1,6 @@
 """torch's process-wide defaults, dtype and device, change no number: whatever a training script sets, every method weighs
 as without it, and so do the door for padded tensors, answers, the control and the figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,7 +71,7 @@ def batches() -> list[Rollouts]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_weighs_the_same(name: str) -> None:
+def test_every_method_weighs_the_same(name: str):
     options = [{"control": "shuffled"}, {"normalize_mass": True}]
     options += [{"reshaper": reshaper} for reshaper in MAPS]
     fields = methods()[name].model_fields
@@ -90,7 +88,7 @@ def test_every_method_weighs_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_A_PASS)
-def test_a_pass_scores_the_same(name: str) -> None:
+def test_a_pass_scores_the_same(name: str):
     """Through the door for padded tensors; the model was made before. A model's own forward need not know such a device."""
     columns = {"old_log_probs": None, "entropy": None}
     arguments = valid_weights() | columns | {"config": build(name)}
@@ -103,7 +101,7 @@ def test_a_pass_scores_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_a_receipt_is_the_same(name: str) -> None:
+def test_a_receipt_is_the_same(name: str):
     """Of a clean loop, and of one with a fault that a search has to explain; rows may be a list."""
     batch = rollout(5, epochs=2, ranks=2, weights=True)
     # Weights of 1, and four times the loss.

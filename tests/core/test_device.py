@@ -2,8 +2,6 @@
 authors, weighs as on the CPU. As a program, which has the device for good, it prints the names of the methods that do not, each
 with what went wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import traceback
@@ -66,7 +64,7 @@ def check(name: str, **columns: Any) -> None:
             )
 
 
-def test_weights_are_those_of_the_cpu() -> None:
+def test_weights_are_those_of_the_cpu():
     done = forked.run("tests.core.test_device")
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-3000:]
 

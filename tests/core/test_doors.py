@@ -1,8 +1,6 @@
 """``compute_token_weights``, the receipt's ``check`` and ``Rollouts`` refuse a plausible mistake by a ``ValueError`` that names
 the argument, and take an argument of another layout or dtype for what it is. Models are refused or read as they are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -285,7 +283,7 @@ def with_change(value: Any, place: Sequence[str], change: Any) -> Any:
 @pytest.mark.parametrize(
     ("door", "place"), [(door, place) for door in DOORS for place in DOORS[door][2]]
 )
-def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: str) -> None:
+def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: str):
     call, valid, mistakes = DOORS[door]
     for mistake in mistakes[place]:
         with pytest.raises(ValueError, match=place.split(".")[-1]):
@@ -295,7 +293,7 @@ def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: s
 @pytest.mark.parametrize(("door", "changes", "same"), SAME)
 def test_other_layouts_and_dtypes_change_nothing(
     door: str, changes: Mistakes, same: Callable[..., None]
-) -> None:
+):
     call, valid, _ = DOORS[door]
     expected = call(**valid())
     for place, of_place in changes.items():
@@ -303,7 +301,7 @@ def test_other_layouts_and_dtypes_change_nothing(
             same(call(**with_change(valid(), place.split("."), change)), expected)
 
 
-def test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer() -> None:
+def test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer():
     """Embeddings are often padded."""
     batch = make_batch([Rollout("?", "a" * 10, 1.0)])
     model = tiny_model(layers=1, vocab_size=200)
@@ -315,7 +313,7 @@ def test_a_tenth_of_a_response_may_be_unknown_to_the_tokenizer() -> None:
         compute(model, batch, build("uniform"))
 
 
-def test_a_response_without_a_token_before_it_is_refused() -> None:
+def test_a_response_without_a_token_before_it_is_refused():
     """A response of no token needs none."""
     tokens = torch.ones(3).long()
     nothing = torch.tensor([], dtype=torch.int64)
@@ -326,7 +324,7 @@ def test_a_response_without_a_token_before_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["turn_rloo", "gigpo", "step_values", "shear", "rlsd"])
-def test_what_a_method_reads_is_asked_for(name: str) -> None:
+def test_what_a_method_reads_is_asked_for(name: str):
     config = build(name)
     arguments = valid_weights() | {"config": config, "fields": {"tool_rewards": [[]] * 3}}
     # Of the fields it reads tool_rewards.
@@ -382,7 +380,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_with_other_positions_is_refused(kind: str) -> None:
+def test_a_model_with_other_positions_is_refused(kind: str):
     model = REFUSED[kind]()
     for method in PASSES:
         with pytest.raises(ValueError):
@@ -404,7 +402,7 @@ def surprisal(model: nn.Module, temperature: float = 1.0) -> Any:
     return pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
-def test_log_probs_of_a_changed_model_are_its_own() -> None:
+def test_log_probs_of_a_changed_model_are_its_own():
     """Of adapters, and of one that changes its logits behind its head, as Gemma's and Granite's."""
     plain = surprisal(tiny_model(layers=1))
     changed = [surprisal(tiny_model(layers=1), 0.7)]

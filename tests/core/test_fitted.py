@@ -1,7 +1,5 @@
 """``fitted`` by plain loops over a response's steps."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -60,7 +58,7 @@ def plain_credit(
     return credit
 
 
-def test_credit_by_plain_loops() -> None:
+def test_credit_by_plain_loops():
     generator = torch.Generator().manual_seed(0)
     lengths = list(map(len, TEXTS))
     log_probs = -2 * torch.rand((3, max(lengths)), generator=generator)
@@ -102,13 +100,13 @@ def weigh(last: float, **options: str) -> Weighed:
     return weighed(build("fitted", options), r)
 
 
-def test_steps_unlike_those_of_the_fit_are_counted() -> None:
+def test_steps_unlike_those_of_the_fit_are_counted():
     # The last of six steps, of a fit whose steps were far less surprising.
     rates = [weigh(last, **FITTED).metrics["outside_fit_rate"] for last in (-0.1, -50.0)]
     assert rates == [0, pytest.approx(1 / 6)]
 
 
-def test_a_file_that_is_none_of_the_fit_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_none_of_the_fit_is_refused(tmp_path: Path):
     # None at all.
     with pytest.raises(ValueError, match="write one with python -m bench fit"):
         weigh(-0.1)

@@ -1,8 +1,6 @@
 """What is read of a model, on nets small enough to work out by hand; and that a pass leaves no hook, gradient, mode or value in
 the model, also when it breaks or runs inside ``no_grad``."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
@@ -43,7 +41,7 @@ def hooks_of(model: nn.Module) -> dict[tuple[str, str], list[Any]]:
     return hooks_by_place
 
 
-def test_logits_of_half_precision_are_divided_in_float32() -> None:
+def test_logits_of_half_precision_are_divided_in_float32():
     # 0.30078125 is a bfloat16; divided by 0.7 in bfloat16 it would be off by up to 2^-9 relative.
     logits = torch.tensor([[0.30078125, 0.0]], dtype=torch.bfloat16)
     narrow = hooks.log_probs(logits, torch.tensor([1]), 0.7)
@@ -54,9 +52,7 @@ def test_logits_of_half_precision_are_divided_in_float32() -> None:
 
 
 @pytest.mark.parametrize("together", [1, 1024])
-def test_log_probs_and_entropies_by_hand(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probs_and_entropies_by_hand(together: int, monkeypatch: pytest.MonkeyPatch):
     """A word that is ruled out adds nothing to the entropy, and a broken response stays broken."""
     monkeypatch.setattr(hooks, "TOGETHER", together)
     # Probabilities 1/4, 3/4, 0; then a third each; then none that is known.
@@ -74,7 +70,7 @@ def test_log_probs_and_entropies_by_hand(
         assert values.tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
+def test_capture_replaces_the_first_of_a_tuple_by_a_leaf():
     # Its output is a tuple. Two calls, two leaves.
     module = nn.LSTM(1, 1)
     with hooks.capture_leaf(module) as leaves:
@@ -90,7 +86,7 @@ def test_capture_replaces_the_first_of_a_tuple_by_a_leaf() -> None:
 @pytest.mark.parametrize("method", [Grail(preset="robust", gate="all"), Oar()])
 def test_a_pass_keeps_nothing_for_gradients_of_parameters(
     method: Method, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Its scores are those of a pass that could give them, bit for bit; afterwards the same parameters train as before."""
     model = tiny_model()
     batch = make_batch(ROLLOUTS.values())
@@ -128,7 +124,7 @@ class DropsOutByItself(GradientCheckpointingLayer):
 
 
 @pytest.mark.parametrize("configured", [False, True])
-def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> None:
+def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool):
     block = DropsOutByItself().train()
     block.gradient_checkpointing = configured
     leaf = torch.arange(8.0).requires_grad_()
@@ -141,7 +137,7 @@ def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> 
     assert "_gradient_checkpointing_func" not in vars(block)
 
 
-def test_a_forward_that_goes_past_a_hook_is_said() -> None:
+def test_a_forward_that_goes_past_a_hook_is_said():
     model = tiny_model(layers=1)
     unused = nn.Linear(16, 97)
     ids = torch.zeros((1, 3), dtype=torch.int64)
@@ -239,7 +235,7 @@ def model_that_was(start: str) -> Any:
 
 
 @pytest.mark.parametrize(("what", "start", "context"), CASES)
-def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> None:
+def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]):
     """And what nothing breaks gives the weights of a model in evaluation mode: no dropout either."""
     for name in METHODS:
         model = model_that_was(start)
@@ -290,7 +286,7 @@ def training_step(model: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize("call", [0, 1, 4, 7])
 @pytest.mark.parametrize("name", METHODS)
-def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
+def test_an_activated_adapter_is_as_before(name: str, call: int):
     """PEFT puts hooks on checkpointed blocks in a forward, and takes them off in its backward. So a pass leaves none, also
     where a forward breaks in a block, and training goes on as without it."""
     plain = with_activated_adapter(checkpointing=False)
@@ -308,7 +304,7 @@ def test_an_activated_adapter_is_as_before(name: str, call: int) -> None:
     assert training_step(model) == training_step(plain)
 
 
-def test_no_pass_takes_the_hooks_of_a_forward_that_waits_for_its_backward() -> None:
+def test_no_pass_takes_the_hooks_of_a_forward_that_waits_for_its_backward():
     model = with_activated_adapter(checkpointing=True)
     # PEFT's hooks are there now, until the backward.
     loss = model(input_ids=BATCH.input_ids).logits.mean()

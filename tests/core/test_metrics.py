@@ -64,7 +64,7 @@ def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("level", [1.0, 300.0])
-def test_figures_token_by_token(level: float) -> None:
+def test_figures_token_by_token(level: float):
     """Responses of all lengths, with gaps and without a token, to 12 digits."""
     generator = torch.Generator().manual_seed(7)
 
@@ -114,7 +114,7 @@ def test_figures_token_by_token(level: float) -> None:
     assert torch.equal(norms.nan_to_num(), copy.nan_to_num())
 
 
-def test_an_updates_effect_by_hand() -> None:
+def test_an_updates_effect_by_hand():
     """Of the tokens with an advantage 2 of 4 move with it, by 0.5 of 0.7; A_t varies in the first response alone."""
     advantages = torch.tensor([[2.0, 0.0, 1.0], [-1.0, -1.0, 0.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
@@ -137,7 +137,7 @@ def test_an_updates_effect_by_hand() -> None:
     assert effect_figures(advantages, effect + math.nan, mask, log_probs) == {}
 
 
-def test_rank_correlation() -> None:
+def test_rank_correlation():
     """By hand with ties: ranks 1.5, 1.5, 3 and 1, 2, 3."""
     correlation = rank_correlation(np.array([4.0, 4.0, 9.0]), np.array([-1.0, 0.0, 7.0]))
     assert correlation == pytest.approx(0.75**0.5)

@@ -1,7 +1,5 @@
 """A trainer's micro-batches, each padded to a length of its own, on their way to rollouts, and their advantages back."""
 
-from __future__ import annotations
-
 import torch
 
 from grail_advantage.data import Rollouts, stacked
@@ -9,7 +7,7 @@ from grail_advantage.method import build
 from grail_advantage.weigh import weigh
 
 
-def test_micro_batches_become_rollouts_and_get_their_token_advantages_back() -> None:
+def test_micro_batches_become_rollouts_and_get_their_token_advantages_back():
     """A tool wrote the 7 of the first response; the last response is empty. Masks are narrower than ids: of the last
     positions."""
     ids = [torch.tensor([[5, 6, 7, 9]]), torch.tensor([[5, 8], [6, 9]])]

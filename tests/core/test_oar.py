@@ -4,8 +4,6 @@ The plain computation shares nothing with the package. Every row goes alone and 
 noise to `inputs_embeds`, OAR-P runs one full forward for each replaced token; all after the logits is Python floats in loops.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math
@@ -237,9 +235,7 @@ FEW_ROLLOUTS = rollouts_named(
     st.sampled_from(["both", "left", "right"]),
     st.sampled_from(OF_MAPS),
 )
-def test_any_options(
-    method: str, options: dict, family: str, padding: str, of_map: dict
-) -> None:
+def test_any_options(method: str, options: dict, family: str, padding: str, of_map: dict):
     """Responses of either sign get weights; the keys and values that fell out of an attention window are not shared."""
     windowed = family == "qwen3" and method == "perturbation" and padding != "right"
     rollouts = [*FEW_ROLLOUTS, dataclasses.replace(FEW_ROLLOUTS[0], advantage=0.0)]
@@ -249,7 +245,7 @@ def test_any_options(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_kind_of_rollout(method: str, variant: str) -> None:
+def test_every_kind_of_rollout(method: str, variant: str):
     got = assert_matches(subject(), list(ROLLOUTS.values()), method, variant=variant)
     is_port = (method, variant) == ("gradient", "grail_port")
     assert got.stats["answer_found_rate"] == 10 / 12
@@ -258,7 +254,7 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
 
 
-def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
+def test_counterfactuals_go_in_batches_behind_what_they_share():
     """A clean pass, then batches within the budget, each from its own first replaced token on."""
     model = subject()
     # 15 prompt tokens, 19 reasoning tokens, 9 of the box

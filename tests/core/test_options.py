@@ -1,8 +1,6 @@
 """An option does what it says, or is refused: every value that a method accepts changes a number of some batch, and ends no
 batch, however odd. A new method and a new option are tested once they are there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -203,7 +201,7 @@ def built(name: str, options: Options) -> BaseMethod | None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_value_changes_a_number_or_is_refused(name: str) -> None:
+def test_every_value_changes_a_number_or_is_refused(name: str):
     idle = []
     # One context in which it does something is enough.
     for option, value in options_of(name):
@@ -251,7 +249,7 @@ def with_responses(responses: list[torch.Tensor]) -> Rollouts:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_value_ends_an_odd_batch(name: str) -> None:
+def test_no_value_ends_an_odd_batch(name: str):
     for number, r in enumerate(odd_batches()):
         for option, value in options_of(name):
             context = CONTEXTS.get(option, [{}])[-1]
@@ -269,7 +267,7 @@ def test_no_value_ends_an_odd_batch(name: str) -> None:
 
 def test_an_option_of_the_other_method_is_warned_of(
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     for name, option in OF_THE_OTHER:
         caplog.clear()
         build(name, {option: values_of(name, option)[-1]})
@@ -282,7 +280,7 @@ def test_an_option_of_the_other_method_is_warned_of(
 
 
 @pytest.mark.parametrize("name", ["uniform", "polarity"])
-def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str) -> None:
+def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str):
     """Its control would be the method itself; with a restored mass it would be GRPO under its name."""
     # Not even at their defaults.
     for option in ({"control": "shuffled"}, {"normalize_mass": True}, {"control": "none"}):
@@ -290,7 +288,7 @@ def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str)
             build(name, option)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_numbers():
     """As a search of settings gives them."""
     assert build("stare", {"share": np.float32(0.25)}).share == 0.25
     options = {

@@ -1,7 +1,5 @@
 """The probe's answer is the truth: on each kind of model in each layout, and on code that is added."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -108,7 +106,7 @@ def truth(model: PreTrainedModel, layout: str) -> float:
 @pytest.mark.parametrize(
     "name", sorted(FAMILIES.keys() - {"bloom", "gemma2", "lfm2", "llama, dynamic"})
 )
-def test_the_answer_is_the_truth(name: str) -> None:
+def test_the_answer_is_the_truth(name: str):
     for layout in WAYS:
         answer = finding(FAMILIES[name].build(), layout)
         exact = truth(FAMILIES[name].build(), layout)
@@ -147,7 +145,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_what_is_added_to_a_model_counts(name: str) -> None:
+def test_what_is_added_to_a_model_counts(name: str):
     model = FAMILIES["qwen3"].build()
     changed = ADDED[name](model)
     if isinstance(changed, nn.Module):
@@ -157,7 +155,7 @@ def test_what_is_added_to_a_model_counts(name: str) -> None:
     assert finding(model, "a pass").holds
 
 
-def test_the_probe_leaves_nothing_behind() -> None:
+def test_the_probe_leaves_nothing_behind():
     """No random number is missed, and buffers are as they were: dynamic frequencies, statistics of batches."""
     model = FAMILIES["llama, dynamic"].build()
     batch_statistics(model)
@@ -226,7 +224,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
+def test_the_limit_is_that_of_what_is_computed(name: str):
     model = FAMILIES["qwen3"].build()
     limit, change, around = PRECISIONS[name]
     change(model)
@@ -238,13 +236,13 @@ def test_the_limit_is_that_of_what_is_computed(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_tells_what_mixes_responses_from_rounding(
     dtype: torch.dtype,
-) -> None:
+):
     model = FAMILIES["qwen3"].build()
     batch_statistics(model)
     assert not finding(model.to(dtype), "padded").holds
 
 
-def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
+def test_a_micro_batch_is_as_full_as_a_run_may_make_it():
     # A short response of 12 tokens beside the longest of the run, and as many more as fit.
     for longest, sizes, expected in [
         (100, {"rows": 1}, [12, 100]),
@@ -259,7 +257,7 @@ def test_a_micro_batch_is_as_full_as_a_run_may_make_it() -> None:
         }
 
 
-def test_a_draw_that_seldom_matters_is_found() -> None:
+def test_a_draw_that_seldom_matters_is_found():
     """A router of PhiMoE draws in training, and what it draws changes a short response in some forwards alone."""
     model = Family("phimoe").build()
     # Whether a draw matters depends on the seed; none of these may be missed.
@@ -269,7 +267,7 @@ def test_a_draw_that_seldom_matters_is_found() -> None:
         assert not answer.holds, (seed, answer)
 
 
-def test_dropout_is_named() -> None:
+def test_dropout_is_named():
     """Not by a number that nothing measured."""
     model = ADDED["LoRA with dropout"](FAMILIES["qwen3"].build())
     text = str(finding(model, "padded"))

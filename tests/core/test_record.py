@@ -1,8 +1,6 @@
 """The rows of a record, against the plain function, loops over logits and what the responses say. ``tests/hosts.py`` then
 compares the rows of every host with these."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -39,7 +37,7 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_a_method_are_those_of_the_function(
     rows: list[dict[str, Any]], name: str
-) -> None:
+):
     pairs = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
     texts = [
         Rollout(response.prompt, response.text, advantage) for response, advantage in pairs
@@ -75,7 +73,7 @@ def test_numbers_of_a_method_are_those_of_the_function(
                     )
 
 
-def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]]) -> None:
+def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]]):
     for response, row in zip(hosts.RESPONSES, rows, strict=True):
         prompt = encode(response.prompt)
         columns = plain_columns(tiny_model(), prompt, response.ids, hosts.TEMPERATURE)
@@ -85,7 +83,7 @@ def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]
             assert row[name] == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
-def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
+def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]):
     responses = zip(hosts.RESPONSES, hosts.ADVANTAGES, rows, strict=True)
     for number, (response, advantage, row) in enumerate(responses):
         base = advantage if math.isfinite(advantage) else 0.0
@@ -122,7 +120,7 @@ def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]) -> None:
     assert [row["labels"] for row in rows] == [None] * 9 + [f'{{"tool": [{tool}]}}']
 
 
-def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other() -> None:
+def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other():
     advantages = torch.tensor(hosts.ADVANTAGES)
     # Then two reasons hold, and the first that stops it is named.
     advantages[hosts.TRUNCATED] = 0
@@ -133,7 +131,7 @@ def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other() -
         assert weigh(rollouts, method, host).no_scores[hosts.TRUNCATED] == reason
 
 
-def test_responses_without_a_token_count_in_no_rate() -> None:
+def test_responses_without_a_token_count_in_no_rate():
     """As where the prompt fills the context. One of them has no usable advantage, and then the truncated one is another."""
 
     def rates(*empty: int) -> tuple[float, float]:

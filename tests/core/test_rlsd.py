@@ -1,7 +1,5 @@
 """RLSD against a plain computation, hand-worked weights, and the prompts that it builds for real tokenizers."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import cache
@@ -57,7 +55,7 @@ def weigh(
     return weighed(Rlsd(**options), r, of_pass)
 
 
-def test_bounds() -> None:
+def test_bounds():
     changes = [[math.log(ratio) for ratio in (1.1, 0.9, 2.0, 0.5, 1.0)]] * 3
     w = weigh(changes, [2.0, -0.5, 0.0])
     # The ratio of an incorrect response becomes its inverse before the clip.
@@ -65,7 +63,7 @@ def test_bounds() -> None:
     assert w.low.nonzero().tolist() == [[0, 3], [1, 2]]
 
 
-def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
+def test_lam_falls_and_needs_no_pass_once_it_is_0():
     # From 0.5 to 0 over 50 steps: in step 25 it is 0.25, and 1 + 0.25 * 0.2 is 1.05.
     cases = [(0, 10**6, 1.1), (None, 7, 1.1), (50, 0, 1.1), (50, 25, 1.05), (50, 49, 1.002)]
     for lam_steps, step, upper in cases:
@@ -126,7 +124,7 @@ KINDS = (
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_computation(
     kind: tuple[str, float, str, float | None, float, float],
-) -> None:
+):
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
     family, temperature, asking, given_old, lam, epsilon = kind
     method = Rlsd(lam=lam, epsilon=epsilon, request=asking)
@@ -158,7 +156,7 @@ def test_plain_computation(
 NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.array([])]
 
 
-def test_rows_without_privileged_text() -> None:
+def test_rows_without_privileged_text():
     """Or without its column, or a user message: they train as in GRPO, exactly and without a forward, and alone."""
     method = Rlsd(request=SHORT)
     embeddings = subject("qwen3").get_input_embeddings()
@@ -244,7 +242,7 @@ def rebuilt(
 
 @pytest.mark.slow
 @each_chat
-def test_rebuilt_prompt(chat: str) -> None:
+def test_rebuilt_prompt(chat: str):
     _, _, opening, ending, system = CHATS[chat]
     gold = "fifty-one {x} {{ 7 }} {% raw %} {privileged} $\\frac{1}{2}$"
     request = REQUEST.replace("{privileged}", gold, 1)
@@ -276,7 +274,7 @@ PARTS = ("<|im_<|im_end|>end|>", "<|eot_<|eot_id|>id|>", "<|im_end|", "x<", "|>"
 
 
 @each_chat
-def test_text_stays_inside_its_message(chat: str) -> None:
+def test_text_stays_inside_its_message(chat: str):
     """The rebuilt prompt has the control tokens of one with a harmless text, and opens the assistant's turn once."""
     control = set(tokenizer_of(chat).get_added_vocab().values())
     ending = CHATS[chat][3]

@@ -1,7 +1,5 @@
 """SHEAR's distances against exact transport and a plain loop over pairs of windows; SHEAR as a method."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from unittest.mock import patch
 
@@ -65,7 +63,7 @@ def plain_scores(
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.01])
-def test_distances_of_pairs_of_any_size(epsilon: float) -> None:
+def test_distances_of_pairs_of_any_size(epsilon: float):
     """Four pairs of clouds of up to five points, padded with costs that count nothing, to convergence."""
     generator = torch.Generator().manual_seed(4)
     cost = torch.full((4, 5, 5), 9.0, dtype=torch.float64)
@@ -83,9 +81,7 @@ def test_distances_of_pairs_of_any_size(epsilon: float) -> None:
 
 
 @pytest.mark.parametrize(("window", "stride"), [(5, 2), (4, 4), (100, 25)])
-def test_against_the_plain_loop(
-    window: int, stride: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.MonkeyPatch):
     """Also where pairs are worked on a few at a time."""
     monkeypatch.setattr(shear, "CHUNK_ELEMENTS", {"cpu": 7 * 25, "cuda": 7 * 25})
     options = {"window": window, "stride": stride, "epsilon": 0.2, "iterations": 25}
@@ -101,7 +97,7 @@ def test_against_the_plain_loop(
 @pytest.mark.parametrize("windows", [1, 2, 3])
 def test_a_few_windows_at_once_have_the_distances_of_all(
     windows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """To float rounding, and the costs of whole responses are never there."""
     at_once = shear_scores(group(), POSITIVE, window=5, stride=2)
     monkeypatch.setattr(shear, "WINDOWS_AT_ONCE", windows)
@@ -114,7 +110,7 @@ def test_a_few_windows_at_once_have_the_distances_of_all(
 
 def test_a_group_with_many_pairs_of_windows_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """Responses of 11 and 7 tokens have 6 and 4 windows, their opposites of 4, 1 and 13 tokens 2, 1 and 7: 100 pairs."""
     for limit in (100, 99):
         monkeypatch.setattr(shear, "MANY_PAIRS", limit)
@@ -124,7 +120,7 @@ def test_a_group_with_many_pairs_of_windows_is_warned_of(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_states_that_are_not_finite(bad: float) -> None:
+def test_states_that_are_not_finite(bad: float):
     """As if their response were not there, also where it is the only opponent."""
     for row in (0, 3):
         rest = [i for i in range(5) if i != row]
@@ -155,7 +151,7 @@ ROLLOUTS = [
 GROUPS = torch.tensor([7, 7, 7, 3, 7, 3])
 
 
-def test_scores_are_those_of_the_groups_hidden_states() -> None:
+def test_scores_are_those_of_the_groups_hidden_states():
     """By transformers' own hidden states, the last of which comes after the final norm."""
     model = tiny_model()
     batch = make_batch(ROLLOUTS, padding="both")

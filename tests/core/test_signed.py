@@ -1,7 +1,5 @@
 """Methods of signed log-ratios against plain computations, and where the plain host finds reference log-probabilities."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -28,7 +26,7 @@ TURNS = [(0, 3), (4, 6)]
 
 @pytest.mark.parametrize("over", ["token", "turn", "response"])
 @pytest.mark.parametrize("lam", [0.0, 0.25, 1.0])
-def test_the_mix_by_token_turn_and_response(over: str, lam: float) -> None:
+def test_the_mix_by_token_turn_and_response(over: str, lam: float):
     """Means are over the tokens that train."""
     expected = []
     for a, old, reference, trains in zip([0.5, -2.0], OLD, REFERENCE, TRAINS, strict=True):
@@ -50,7 +48,7 @@ def test_the_mix_by_token_turn_and_response(over: str, lam: float) -> None:
     torch.testing.assert_close(w.advantages, torch.tensor(expected))
 
 
-def test_self_distillation_is_the_plain_mix() -> None:
+def test_self_distillation_is_the_plain_mix():
     """Through the model; also where the response's own advantage is 0. Without a text it keeps its own."""
     method = build("self_distillation", {"lam": 0.3, "request": SHORT})
     examples = [*EXAMPLES[:2], None, *EXAMPLES[3:]]
@@ -72,7 +70,7 @@ def test_self_distillation_is_the_plain_mix() -> None:
         assert not response or max(expected) - min(expected) > 0.01
 
 
-def test_reference_log_probabilities_are_given_or_those_without_the_adapter() -> None:
+def test_reference_log_probabilities_are_given_or_those_without_the_adapter():
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(tiny_model(seed=3), config).eval()

@@ -1,8 +1,6 @@
 """Several responses a pass, or a model sharded over ranks: the scores of one response at a time by the whole model, within the
 budget, and what happens where memory runs out."""
 
-from __future__ import annotations
-
 import itertools
 from datetime import timedelta
 from functools import cache, partial
@@ -79,7 +77,7 @@ def scores_of(name: str, method: str, tokens: int, padding: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", some(NAMES, BY_DAY))
-def test_scores_are_those_of_one_at_a_time(name: str) -> None:
+def test_scores_are_those_of_one_at_a_time(name: str):
     chosen = [*METHODS][1:][NAMES.index(name) % 4 :: 4]
     for index, method in enumerate(["grail", *chosen]):
         padding = ("left", "right", "both")[index % 3]
@@ -95,7 +93,7 @@ def test_scores_are_those_of_one_at_a_time(name: str) -> None:
     assert hugging_face._findings[model_of(name)][-1].holds == (name not in ALONE)
 
 
-def test_a_model_that_has_changed_is_asked_again() -> None:
+def test_a_model_that_has_changed_is_asked_again():
     """By an adapter, another precision or another attention; not for nothing."""
     model = tiny_model()
     batch = make_batch(list(ROLLOUTS.values())[:3])
@@ -117,7 +115,7 @@ def weigh(
     return compute(model, make_batch(rollouts), method, **options)
 
 
-def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
+def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length():
     """Each is its prompt and ten tokens, the last of which needs no forward; 16 tokens are less than three quarters of 22."""
     model = tiny_model()
     rollouts = [
@@ -134,7 +132,7 @@ def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
 )
 def test_less_goes_together_where_memory_runs_out(
     method: Method, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """The budget is halved until the pass fits, stays so for the model, and each time there is a warning."""
     model = tiny_model()
     rollouts = [ROLLOUTS["text after the box"]] * 8
@@ -159,7 +157,7 @@ def test_less_goes_together_where_memory_runs_out(
 
 def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """Of two ranks with as many rows; the other one's probe finds a difference."""
     monkeypatch.setattr(
         RankRounds,
@@ -257,7 +255,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path) -> None:
+def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path):
     torch.multiprocessing.spawn(run_rank, (str(tmp_path),), RANKS)
     for rank in range(RANKS):
         results = torch.load(tmp_path / f"{rank}.pt")

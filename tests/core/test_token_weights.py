@@ -1,7 +1,5 @@
 """compute_token_weights against the plain computation of `reference.py`, and what it promises besides the numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import tempfile
@@ -127,7 +125,7 @@ def test_any_options_on_any_model(
     preset: str,
     options: dict,
     numbers: dict,
-) -> None:
+):
     # These need no scores, and are rows like the others.
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in FEW_ROLLOUTS[::2]]
     batch = make_batch([*FEW_ROLLOUTS, *zeros], padding, extra=3)
@@ -144,9 +142,7 @@ def test_any_options_on_any_model(
 @pytest.mark.parametrize(
     ("family", "tied", "preset"), [("qwen3", False, "official"), ("llama", True, "robust")]
 )
-def test_presets_on_every_kind_of_rollout_in_float32(
-    family: str, tied: bool, preset: str
-) -> None:
+def test_presets_on_every_kind_of_rollout_in_float32(family: str, tied: bool, preset: str):
     for leaf in LEAVES:
         batch = make_batch(list(ROLLOUTS.values()), "both")
         got = assert_matches(*subject(family, tied), batch, preset, 0.6, leaf=leaf)
@@ -154,7 +150,7 @@ def test_presets_on_every_kind_of_rollout_in_float32(
     assert (got.stats["selected_rate"], got.stats["answer_found_rate"]) == (8 / 12, 10 / 12)
 
 
-def test_answers_in_another_format() -> None:
+def test_answers_in_another_format():
     texts = ("So #### 4 or #### -5.", "#### Step 2", "It is #### 1,0")
     # The second has no number after its mark.
     batch = make_batch([Rollout("Two?", text, -1.0) for text in texts])
@@ -168,7 +164,7 @@ def test_answers_in_another_format() -> None:
 @pytest.mark.parametrize(
     ("target", "first", "last"), [("span", r"\boxed", "}"), ("content", "5}", "5}")]
 )
-def test_only_what_can_matter_is_computed(target: str, first: str, last: str) -> None:
+def test_only_what_can_matter_is_computed(target: str, first: str, last: str):
     """One forward a selected response, up to the last target's predictor; logits at the targets' predictors alone."""
     model = tiny_model()
     rollout = ROLLOUTS["text after the box"]
@@ -202,7 +198,7 @@ OFFLOADS = {
 
 
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_an_offloaded_model_weighs_as_the_whole_one(name: str) -> None:
+def test_an_offloaded_model_weighs_as_the_whole_one(name: str):
     batch = make_batch(rollouts_named("box at the end", "no box"))
     for method in PASSES:
         model = tiny_model()
@@ -213,7 +209,7 @@ def test_an_offloaded_model_weighs_as_the_whole_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grail", "surprisal", "entropy"])
-def test_the_hosts_of_the_documentation_weigh_the_same(name: str) -> None:
+def test_the_hosts_of_the_documentation_weigh_the_same(name: str):
     """docs/own_trainer.md: the model in the process, and in three workers, of which one may have no row; with a pass, with
     a column that is there, and with one that the workers compute."""
     page = {}

@@ -10,8 +10,6 @@ tool agent loop, the call's reward counts and is the last of the list.
 Shape suffixes: B responses, P parameters of the policy, R possible responses, K turns of a response.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -184,7 +182,7 @@ def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_turn_rloo_is_the_true_gradient(stops: bool) -> None:
+def test_turn_rloo_is_the_true_gradient(stops: bool):
     """Which is that of the whole reward, or of the returns, credited to each turn."""
     policy = environment(stops=stops)
     assert float(policy.probabilities_R.sum()) == pytest.approx(1)
@@ -198,7 +196,7 @@ def test_turn_rloo_is_the_true_gradient(stops: bool) -> None:
             )
 
 
-def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
+def test_truncated_responses_train_without_bias_and_masked_ones_with():
     policy = environment(stops=True, cut=0.2)
     assert float(policy.probabilities_R.sum()) == pytest.approx(1)
     cut = [steps for steps in policy.steps if steps[-1] in TOOL_REWARDS]
@@ -209,14 +207,14 @@ def test_truncated_responses_train_without_bias_and_masked_ones_with() -> None:
     assert bias(masked_P, policy.truth_P) > 0.2
 
 
-def test_a_discount_gives_the_gradient_of_discounted_returns() -> None:
+def test_a_discount_gives_the_gradient_of_discounted_returns():
     """Which is that of no reward; the baseline takes nothing from it."""
     policy = environment(stops=True)
     discounted_P = _of_turns(policy, lambda steps, turn: _returns(steps, turn, 0.6))
     _close(policy.expected_gradient("turn_rloo", {"gamma": 0.6}), discounted_P)
 
 
-def test_the_others_are_biased() -> None:
+def test_the_others_are_biased():
     """The first turn's part of `mt_grpo` is right up to scale: it credits what later turns earn to the first turn alone."""
     policy = environment(stops=True)
     for size in SIZES:
@@ -233,9 +231,7 @@ def test_the_others_are_biased() -> None:
                 )
 
 
-def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not() -> (
-    None
-):
+def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_not():
     policy = environment(stops=False)
     options = {"gamma": 1.0, **PLAIN}
     _close(policy.expected_gradient("turn_grpo", options), 2 / 3 * policy.truth_P)
@@ -243,7 +239,7 @@ def test_with_a_fixed_number_of_turns_means_agree_up_to_scale_and_deviations_do_
     assert bias(divided_P, policy.truth_P) > 0.02
 
 
-def test_denominators_that_the_policy_chooses() -> None:
+def test_denominators_that_the_policy_chooses():
     """They bias the unbiased method, too; with a fixed number of turns they are constant."""
     for denominator in ("tokens", "response"):
         for stops in (True, False):

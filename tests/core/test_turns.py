@@ -1,8 +1,6 @@
 """Credit by turn: turns in the mask, rewards by turn, and each method against loops over plain lists. Then the methods that
 read the text of tokens."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -206,7 +204,7 @@ def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
 
 
 @each_method
-def test_methods_and_plain_lists_against_loops(name: str) -> None:
+def test_methods_and_plain_lists_against_loops(name: str):
     """Masked responses train nothing and count for the others, as in GRPO. A response that fills up a batch has no turn,
     whatever is in its fields; a token that a correction drops keeps its turn, untrained."""
     for seed in range(4):
@@ -245,7 +243,7 @@ ALIGNED = read_lines("aligned.jsonl")
 """Of a response of three turns: a list of rewards, options, and each turn's advantage."""
 
 
-def test_how_rewards_by_turn_are_aligned() -> None:
+def test_how_rewards_by_turn_are_aligned():
     arrays = {
         "rewards": np.array([[1.0, 0.5], [2.0, 1.0]]),
         "options": {},
@@ -279,7 +277,7 @@ UNCERTAIN = [
 @each_method
 def test_what_is_uncertain_trains_nothing_and_is_named(
     name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """And is compared with nothing: rewards of no certain turn, and an outcome that is not finite."""
     method = build(name)
     talks = talks_of(3)
@@ -331,7 +329,7 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
 
 
 @each_method
-def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
+def test_a_session_of_several_responses_is_one_conversation(name: str):
     """In any order in the batch; only the last one's reward counts. A first turn of a further row has no observation. Each row
     has its turns' rewards, or the last one all of them."""
     draw = random.Random(name)
@@ -360,7 +358,7 @@ def test_a_session_of_several_responses_is_one_conversation(name: str) -> None:
 
 def test_plain_lists_with_sessions_and_without_certainty(
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     # The third row has no reward of its own: it ends the first row's conversation, whose outcome is 1.
     rows = turn_advantages(
         [[0.5, [1, 1]], [0.0], [None], [2.0]], [7.0, 0.0, 1.0, 0.0], "pppp", sessions="abac"
@@ -378,7 +376,7 @@ def test_plain_lists_with_sessions_and_without_certainty(
     assert turn_advantages([], [], []) == [] and turn_advantages([[]], [1.0], ["p"]) == [[]]
 
 
-def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
+def test_a_response_with_advantage_0_may_have_turns_that_train():
     talks = [Talk(["a", "b"], ["x"], [reward], 0.0, advantage=0.0) for reward in (1.0, 0.0)]
     method = build("turn_rloo")
     assert weighed(method, batch_of(talks)).selected.tolist() == [True, True]
@@ -416,7 +414,7 @@ PICTURES = [
 """Inside is #, outside a dot, and 1 a weight of 1; the last character is the end token."""
 
 
-def test_what_matches_is_inside() -> None:
+def test_what_matches_is_inside():
     r = batch_of(SUMS)
     for options, pictures in PICTURES:
         values = {
@@ -428,7 +426,7 @@ def test_what_matches_is_inside() -> None:
         close(weights, [[values[sign] for sign in picture] for picture in pictures])
 
 
-def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
+def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is():
     w = weighed(
         Pattern(expression="(a|aa)+$"), batch_of([sentence(1.0, "a" * 60 + "b"), SUMS[0]])
     )
@@ -436,7 +434,7 @@ def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
     assert w.weights[0].tolist() == [1.0] * 62
 
 
-def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside() -> None:
+def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside():
     """And one with the first bytes of a character is of the step that the character is in."""
     euro = "€".encode()
     # The third token has no text, and is of the step that ends before it.
@@ -493,7 +491,7 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_step_values_against_loops(seed: int) -> None:
+def test_step_values_against_loops(seed: int):
     """Masked responses, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
     draw = random.Random(seed)
     rows = []
@@ -534,5 +532,5 @@ RESULTS = {
 }
 
 
-def test_results() -> None:
+def test_results():
     assert {step: result(step) for step in RESULTS} == RESULTS

@@ -2,8 +2,6 @@
 saliency's scores, and mistakes of a method's author. Then the methods that read old log-probabilities and entropies, and the
 maps, by hand and against loops; that a model's columns are its own: ``test_doors.py``."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -95,7 +93,7 @@ SCORES = torch.tensor(
 )
 
 
-def test_weights_before_the_answer_and_elsewhere() -> None:
+def test_weights_before_the_answer_and_elsewhere():
     """Response 1 has no token before its answer, response 2 a score that is not finite, response 3 needs no scores."""
     # Response 0: scores 1 and 3 before the answer, doubled 2 and 6, its bounds; 0.5 from the answer on.
     w = run(SCORES, FOUR, CHOSEN)
@@ -108,7 +106,7 @@ def test_weights_before_the_answer_and_elsewhere() -> None:
     assert torch.equal(w.advantages, w.weights * FOUR.advantages[:, None])
 
 
-def test_what_a_map_may_give() -> None:
+def test_what_a_map_may_give():
     """Weights that are not finite fall back to 1; 0 is one; what is not read may be anything."""
     # Response 1 reads none of its weights, response 3 is not chosen.
     values = torch.tensor([[2.0, NAN, 1, 1], [NAN] * 4, [1] * 4, [NAN] * 4])
@@ -120,7 +118,7 @@ def test_what_a_map_may_give() -> None:
     assert w.weights.tolist() == [[0.0, 2.0, 1.0, 1.0], *ONES]
 
 
-def test_given_advantages() -> None:
+def test_given_advantages():
     """Response 1 has a score that is not finite, response 2 is not selected, response 3 does not train."""
     ids = [[0] * length for length in (3, 3, 2, 3)]
     r = rollouts_of(ids, [1.0, 2.0, 3.0, 4.0], masked=torch.tensor([0, 0, 0, 1]))
@@ -139,7 +137,7 @@ def test_given_advantages() -> None:
     assert w.advantages.tolist() == [[-5.0, 0.0, 6.0], [0.0] * 3, *rest]
 
 
-def test_scores_go_to_their_rows_and_are_nan_elsewhere() -> None:
+def test_scores_go_to_their_rows_and_are_nan_elsewhere():
     body = {"scores": lambda self, r, of_pass: of_pass.double() * len(r)}
     w = run(torch.arange(16.0).reshape(4, 4), FOUR, [False, True, True, False], **body)
     # Of four responses each number is fourfold; response 2 has three tokens.
@@ -183,7 +181,7 @@ OPTIONS = {
 )
 def test_grail_of_random_batches_against_the_plain_computation(
     seed: int, preset: str, options: dict
-) -> None:
+):
     """Any span and length, tokens between that do not train, scores over many orders of magnitude with zeros among them."""
     # Preset and options as a user combines them.
     config = Grail(preset, **options)
@@ -226,12 +224,12 @@ MISTAKES = (
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_of_a_method_are_refused_with_its_name(mistake: dict[str, Any]) -> None:
+def test_mistakes_of_a_method_are_refused_with_its_name(mistake: dict[str, Any]):
     with pytest.raises(ValueError, match="doubled"):
         run(torch.ones(4, 4), FOUR, CHOSEN, **mistake)
 
 
-def test_a_row_is_cut_after_its_target_and_has_the_norms_of_its_gradients() -> None:
+def test_a_row_is_cut_after_its_target_and_has_the_norms_of_its_gradients():
     """Of the positions from the one before the response on, which begins at position 3."""
     model = tiny_model(layers=1)
     tokenizer = char_tokenizer()
@@ -249,12 +247,12 @@ def test_a_row_is_cut_after_its_target_and_has_the_norms_of_its_gradients() -> N
     assert_close(got.norms, gradient.norm(dim=-1)[2:5], rtol=1e-4, atol=1e-7)
 
 
-def test_a_reward_is_right_above_0() -> None:
+def test_a_reward_is_right_above_0():
     assert [outcome_of(reward) for reward in (0.25, 0.0)] == ["right", "wrong"]
     assert [outcome_of(reward) for reward in (None, NAN, INF)] == [None] * 3
 
 
-def test_a_reward_trains_up_to_the_largest() -> None:
+def test_a_reward_trains_up_to_the_largest():
     # 1e18 itself trains, the next float does not.
     values = np.array([LARGEST, -LARGEST, np.nextafter(LARGEST, INF), INF, NAN])
     for can_train in (within_range(values), within_range(torch.tensor(values))):
@@ -265,7 +263,7 @@ LOW = 0.125
 """An entropy below the threshold of `stare`."""
 
 
-def test_columns_by_hand() -> None:
+def test_columns_by_hand():
     """Of what the random responses below have not: advantage, log-probabilities, entropies and span of each, and weights."""
     for case in read_lines("columns.jsonl"):
         rows = [
@@ -274,7 +272,7 @@ def test_columns_by_hand() -> None:
         close(weights_of(build(case["method"], case["options"]), rows), case["weights"])
 
 
-def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
+def test_bounds_of_the_entropy_bonus_are_flagged():
     entropies = (0.0, 0.5, 1.0, 2.0)
     # The bonus is 0.4 H, at most |A| / kappa = 1 / kappa.
     rows = [Columns(advantage, (), entropies) for advantage in (1.0, -1.0, 0.0)]
@@ -285,7 +283,7 @@ def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
         assert w.low.tolist() == [[False] * 4, bound, [False] * 4]
 
 
-def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
+def test_stare_takes_the_mean_entropy_as_the_loss_takes_it():
     def mean_of_row_means(values_BT: Tensor, mask_BT: Tensor) -> float:
         assert mask_BT.sum() == 8 and values_BT.isfinite().all()
         return float(((values_BT * mask_BT).sum(dim=-1) / mask_BT.sum(dim=-1)).mean())
@@ -365,7 +363,7 @@ def test_against_loops(
     seed: int,
     extra: int,
     normalize_mass: bool,
-) -> None:
+):
     """Responses of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""
     rows = random_rows(seed)
     options = data.draw(st.fixed_dictionaries(sampled(OF_METHOD[name])))
@@ -388,7 +386,7 @@ def test_against_loops(
 
 
 @pytest.mark.parametrize("name", MAP_NAMES)
-def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str) -> None:
+def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str):
     """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
     for length in (1, 10, 32_768):
         for score in (0.0, 1e-6, 0.3):
@@ -403,7 +401,7 @@ def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: st
         assert MAPS[name].function(nothing, nothing.bool()).values.shape == shape
 
 
-def test_a_share_that_is_a_whole_number_in_decimals_is_that_number() -> None:
+def test_a_share_that_is_a_whole_number_in_decimals_is_that_number():
     # A product of floats makes 8 of 0.07 of 100.
     counts = torch.arange(0, 501)
     for hundredths in range(1, 101):

@@ -4,8 +4,6 @@ Weights are drawn with a standard deviation of 0.3 instead of 0.02, so that atte
 position's gradient is well above the epsilon of the log scores.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json
