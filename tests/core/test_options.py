@@ -94,7 +94,7 @@ def weigh_batch(method: BaseMethod) -> Weighed:
     return weigh(batch(), method, host(batch()))
 
 
-SHORT = {**FITTED, "threshold": 20.0, "separator": " ", "window": 8, "stride": 4}
+SHORT = {**FITTED, "threshold": 20.0, "separator": " "}
 """With which methods do something with responses as short as these."""
 CONTEXTS = {
     "span": [{}, {"statistics": "reasoning", "wrong": 0.5, "reshaper": "mean_ratio"}],
@@ -120,8 +120,10 @@ CONTEXTS = {
     "normalize_mass": [{}, {"gate": "all", "reshaper": "top"}],
     "control": [{}, {"gate": "all"}],
     "leaf": [{"gate": "all"}],
-    "iterations": [{"epsilon": 0.01, "tolerance": 1e-6}],
-    "tolerance": [{"epsilon": 0.01}],
+    "iterations": [{"window": 8, "stride": 4, "epsilon": 0.01, "tolerance": 1e-6}],
+    "tolerance": [{"window": 8, "stride": 4, "epsilon": 0.01}],
+    "epsilon": [{}, {"window": 8, "stride": 4}],
+    "stride": [{"window": 8, "stride": 4}],
     "align": [{"rewards": "a_turn"}],
 }
 """Other options with which one does something, by its name: the first that fits counts."""
