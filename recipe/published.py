@@ -7,7 +7,6 @@ compares a resolved configuration with it, and ends with status 1 where a value 
 
 import argparse
 import itertools
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,8 +197,7 @@ def compared(config: DictConfig) -> list[tuple[Setting, Any, str]]:
 
 
 def _verdict(setting: Setting, ours: Any, config: DictConfig) -> str:
-    is_number = isinstance(setting.theirs, float) and isinstance(ours, int | float)
-    if setting.theirs == ours or (is_number and math.isclose(setting.theirs, ours, rel_tol=1e-12)):
+    if setting.theirs == ours:
         return "="
     if setting.why and setting.value in (None, ours):
         return "~"

@@ -215,11 +215,11 @@ def check_trl() -> None:
     """Raises ValueError for a TRL that verl's workers fail over (verl/models/transformers/monkey_patch.py:354)."""
     trl = find_spec("trl")
     name = "AutoModelForCausalLMWithValueHead"
-    folder = Path(trl.origin).parent if trl and trl.origin else None
-    files = [folder / "__init__.py", folder / "experimental/ppo/__init__.py"] if folder else []
-    if files and not any(
-        file.is_file() and name in file.read_text(encoding="utf-8") for file in files
-    ):
+    if trl is None or trl.origin is None:
+        return
+    folder = Path(trl.origin).parent
+    files = (folder / "__init__.py", folder / "experimental/ppo/__init__.py")
+    if not any(file.is_file() and name in file.read_text(encoding="utf-8") for file in files):
         raise ValueError(
             f"verl {version('verl')} imports {name} from any TRL, and the one in {folder} has no such class, so that "
             "verl's workers would fail; take TRL out of this environment (docs/trl.md)"

@@ -129,10 +129,10 @@ def known_options(owner: type[BaseModel]) -> list[Option]:
             text = text.replace("> 0, >= 0", "> 0").replace(">= 0, <= 1", "0 to 1")
         return text + " or `null`" * (getattr(usual, name) is None)
 
-    own = [name for name in inspect.get_annotations(owner) if name in schemas]
+    annotated = [name for name in inspect.get_annotations(owner) if name in schemas]
     return [
         Option(name, default(name), allowed(name), schemas[name].get("description", ""))
-        for name in dict.fromkeys([*own, *schemas])
+        for name in dict.fromkeys([*annotated, *schemas])
     ]
 
 

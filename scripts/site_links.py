@@ -32,8 +32,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def outside(link: re.Match[str]) -> str:
         path = (docs / page.file.src_uri).parent.joinpath(link[3]).resolve()
-        is_on_site = docs in path.parents and docs / "dev" not in (path, *path.parents)
-        if is_on_site and path.suffix in (".md", ".png", ".svg"):
+        if docs in path.parents and path.suffix in (".md", ".png", ".svg"):
             return link[0]
         if not repository:
             return link[2]

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from grail_advantage.reward import compute_score
 from grail_advantage.text_io import table, visible
-from recipe.evaluate.sampling import KEY, Count, Key, Record, check, records
+from recipe.evaluate.sampling import KEY, Count, Key, Record, check, differing, records
 
 INTERVAL = {
     "level": 0.95,
@@ -184,20 +184,14 @@ def compare(results: tuple[dict, ...], scores: tuple[pd.DataFrame, ...]) -> dict
         settings.append({**run["sampling"], "grader": run.get("grader"), "seed": None})
         groups = frame[[*KEY, "gold"]].groupby("benchmark")
         benchmarks.append({name: rows.to_dict("list") for name, rows in groups})
-    unequal = [f"{name} {a!r} and {b!r}" for name, a, b in _differing(*settings)]
-    unequal += [f"prompts or ground truths of {name}" for name, _, _ in _differing(*benchmarks)]
+    unequal = [f"{name} {a!r} and {b!r}" for name, a, b in differing(*settings)]
+    unequal += [f"prompts or ground truths of {name}" for name, _, _ in differing(*benchmarks)]
     if unequal:
         remedy = "evaluate both with the same data, template and options, or --regrade one"
         raise ValueError(f"these evaluations cannot be compared: {'; '.join(unequal)}; {remedy}")
     difference = by_problem(scores[1]) - by_problem(scores[0])
     result = figures(difference, settings[0]["samples"])
     return {**result, "interval": INTERVAL, "first": results[0], "second": results[1]}
-
-
-def _differing(first: dict, second: dict) -> list[tuple]:
-    """Returns the names under which two mappings have other values, with both."""
-    pairs = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
-    return [(name, a, b) for name, a, b in pairs if a != b]
 
 
 def page(result: dict) -> str:

@@ -71,7 +71,7 @@ def check(kind: type[Record], record: Any) -> None:
         raise ValueError(f"{name}: {first['msg']}") from None
 
 
-def load_benchmarks(names: list[str], data_dir: Path, prompt: str = "corrected") -> pd.DataFrame:
+def load_benchmarks(names: list[str], data_dir: Path, prompt: str) -> pd.DataFrame:
     """Read what :mod:`recipe.data.prepare` wrote: a row a problem with ``benchmark``, ``index`` in its file,
     ``messages`` (the chat that asks for it) and ``gold``. ValueError for a benchmark that is not there or unusable."""
     tables = {}
@@ -133,18 +133,20 @@ def open_samples(path: Path, settings: dict) -> TextIO:
         raise ValueError(
             f"{path} does not begin with the settings of an evaluation; use another --output-dir"
         )
-    differing = [
-        f"{name}: {begun.get(name)!r} there, {settings.get(name)!r} here"
-        for name in {**begun, **settings}
-        if begun.get(name) != settings.get(name)
-    ]
-    if differing:
+    unequal = [f"{name}: {a!r} there, {b!r} here" for name, a, b in differing(begun, settings)]
+    if unequal:
         raise ValueError(
-            f"{path} was begun with other settings ({'; '.join(differing)}); use those or another --output-dir"
+            f"{path} was begun with other settings ({'; '.join(unequal)}); use those or another --output-dir"
         )
     # A kill may have cut off the last line, even within a character.
     file.write("\n")
     return file
+
+
+def differing(first: dict, second: dict) -> list[tuple]:
+    """Returns the names under which two mappings have other values, with both."""
+    pairs = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
+    return [(name, a, b) for name, a, b in pairs if a != b]
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
@@ -207,13 +209,11 @@ def merge(checkpoint: Path, merged: Path) -> Path:
     refuse_missing(
         checkpoint, [f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)], another
     )
-    files = {}
-    for file in sorted(checkpoint.rglob("*")):
-        if file.is_file():
-            files[str(file.relative_to(checkpoint))] = [
-                file.stat().st_size,
-                file.stat().st_mtime_ns,
-            ]
+    files = {
+        str(file.relative_to(checkpoint)): [file.stat().st_size, file.stat().st_mtime_ns]
+        for file in sorted(checkpoint.rglob("*"))
+        if file.is_file()
+    }
     source = json.dumps({"verl": version("verl"), "files": files})
     stamp = merged / MERGED_FROM
     # A later start of the run writes the same global_step_N anew.
@@ -310,10 +310,12 @@ async def draw(
     """Start the engine and draw samples, of which :data:`KEY` and ``prompt_ids`` are given, each into ``file`` at once."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
-    options["output_kind"] = RequestOutputKind.FINAL_ONLY
-    # vLLM would load its own tokenizer.
-    options["detokenize"] = False
+    options = {
+        **{name: value for name, value in sampling.items() if name not in ("samples", "seed")},
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        # vLLM would load its own tokenizer.
+        "detokenize": False,
+    }
     # Refuses what makes no sense, before the engine starts.
     SamplingParams(**options)
     engine = start()
@@ -326,13 +328,16 @@ async def draw(
             final = output.outputs[0]
         if final.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended sample {name} with {final.finish_reason!r}")
-        drawn = {part: sample[part] for part in KEY}
-        drawn["seed"] = seed
-        drawn["tokens"] = len(final.token_ids)
-        drawn["finish_reason"] = final.finish_reason
-        drawn["text"] = tokenizer.decode(
+        text = tokenizer.decode(
             final.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        drawn = {
+            **{part: sample[part] for part in KEY},
+            "seed": seed,
+            "tokens": len(final.token_ids),
+            "finish_reason": final.finish_reason,
+            "text": text,
+        }
         print(json.dumps(drawn, ensure_ascii=False), file=file, flush=True)
 
     records = samples.to_dict("records")

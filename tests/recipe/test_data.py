@@ -17,7 +17,7 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 from examples.trl_grail import problems
 from grail_advantage.reward import compute_score
 from recipe.data.prepare import main, read_local
-from recipe.data.specs import PUBLISHED_SUBSETS, SPECS, convert, read_gold, user_messages
+from recipe.data.specs import PUBLISHED_SUBSETS, SPECS, convert, user_messages
 from tests.core.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 from tests.recipe.golds import faults
 from tests.recipe.test_launch_scripts import BASE_MATH
@@ -74,18 +74,6 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
     for row in itertools.chain(*rows.values()):
         gold = row["reward_model"]["ground_truth"]
         assert compute_score("", f"\\boxed{{{gold}}}", gold)["score"] == 1.0, gold
-
-
-def test_gold_and_prompt() -> None:
-    assert read_gold(["2", 3.0], "plain") == "2, 3"
-    # Blanks around it go; a whole float loses its fraction.
-    golds = {"$2$ ": "$2$", -3.0: "-3", 0.125: "0.125", r"\boxed{204}": "204"}
-    assert {value: read_gold(value, "plain") for value in golds} == golds
-    content = (
-        "Add $1$. Please reason step by step, and put your final answer within \\boxed{}."
-    )
-    expected = [{"role": "user", "content": content}]
-    assert user_messages("  Add $1$.\n") == user_messages(f"{content}\n") == expected
 
 
 @pytest.mark.parametrize("name", ["college_math", "olympiadbench"])

@@ -119,6 +119,7 @@ trainer.logger: [console, wandb]
 trainer.default_local_dir: CLONE/outputs/project/experiment/checkpoints
 actor_rollout_ref.rollout.max_model_len: 2560
 actor_rollout_ref.rollout.max_num_seqs: 4
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu: 9999
 actor_rollout_ref.rollout.load_format: safetensors
 data.seed: 7
 actor_rollout_ref.model.lora_alpha: 64
@@ -466,11 +467,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_published_setup(name: str) -> None:
     path, response_length, template, estimator = MODELS[name]
-    nnodes = 2 if estimator in ("oar_g", "uniform") else 1
-    config = configuration(
-        f"run_{name}_grail.sh", ADV_ESTIMATOR=estimator, NNODES=str(nnodes)
-    )
-    # All start-up checks, verl's among them.
+    config = configuration(f"run_{name}_grail.sh", ADV_ESTIMATOR=estimator)
+    # All start-up checks: verl's, and that micro-batches have room for one response.
     settings = prepare(config)
     # uniform is the published baseline: the same trainer, truncated responses masked alike, weights 1. verl's own
     # estimator masks none, and is the one difference without a reason.
@@ -483,9 +481,10 @@ def test_published_setup(name: str) -> None:
     )
 
     verdicts = {setting.name: verdict for setting, _, verdict in compared(config)}
-    corrected = {"the prompt's end"}
-    corrected |= {
-        f"vllm_importance_sampling_{part}" for part in ("correction", "mode", "clip_max")
+    parts = ("correction", "mode", "clip_max")
+    corrected = {
+        "the prompt's end",
+        *(f"vllm_importance_sampling_{part}" for part in parts),
     }
     if response_length == LONGEST:
         corrected.add("max_completion_length")
@@ -494,17 +493,11 @@ def test_published_setup(name: str) -> None:
     } == corrected
     differs = [name for name, verdict in verdicts.items() if verdict == "differs"]
     assert differs == (["mask_truncated_completions"] if verls else [])
-    model, actor, rollout = map(config.actor_rollout_ref.get, ("model", "actor", "rollout"))
+    actor = config.actor_rollout_ref.actor
     assert actor.entropy_coeff == 0 and actor.policy_loss.loss_mode == "vanilla"
-    assert config.trainer.nnodes * config.trainer.n_gpus_per_node == 8 * nnodes
-    longest = 1024 + response_length
-    assert rollout.max_model_len == longest
-    assert actor.ppo_max_token_len_per_gpu >= longest
-    assert rollout.log_prob_max_token_len_per_gpu >= longest
+    assert config.trainer.n_gpus_per_node == 8
+    model = config.actor_rollout_ref.model
     assert (model.path, model.custom_chat_template) == (path, template)
-    assert (
-        actor.data_loader_seed == actor.fsdp_config.seed == rollout.seed == config.data.seed
-    )
 
 
 def test_loss_is_the_published_one() -> None:
@@ -554,7 +547,7 @@ def test_loss_is_the_published_one() -> None:
 
 
 def test_the_published_ratio_is_trls() -> None:
-    """``sequence_mask`` with the cap 3.0, in a plain loop: the product of a response's ratios, 0 above the cap."""
+    """``sequence_mask`` with the cap 3.0: the product of a response's ratios, 0 above the cap."""
     rng = np.random.default_rng(0)
     log_ratios = rng.normal(-1, 0.5, size=(64, 5)) - rng.normal(-1, 0.5, size=(64, 5))
     mask = np.arange(5) < rng.integers(1, 6, size=(64, 1))
@@ -566,16 +559,10 @@ def test_the_published_ratio_is_trls() -> None:
         correction.rollout_is_threshold,
         correction.rollout_is_batch_normalize,
     )
-    expected = np.zeros((64, 5))
-    for row in range(64):
-        ratio = np.exp(
-            sum(log_ratios[row, token] for token in range(5) if mask[row, token])
-        )
-        # Above the cap the row stays 0: such a response is left out, as by TRL.
-        if ratio <= 3:
-            expected[row, mask[row]] = ratio
-    np.testing.assert_allclose(weights, expected, rtol=1e-6)
-    assert (expected.max(axis=1) == 0).sum() > 3, "some are above the cap"
+    ratios = np.exp((log_ratios * mask).sum(axis=1, keepdims=True))
+    # Above the cap a response is left out, as by TRL.
+    np.testing.assert_allclose(weights, ratios * (ratios <= 3) * mask, rtol=1e-6)
+    assert (ratios > 3).sum() > 3, "some are above the cap"
 
 
 def test_any_number_of_processes_makes_the_published_batch() -> None:

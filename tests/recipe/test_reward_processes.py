@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +18,7 @@ from grail_advantage import reward
 from grail_advantage.reward import _verify_pool, _verify_worker
 from grail_advantage.reward._normal import normal
 from tests.recipe.test_reward import accepts, judge, rows_of
+from tests.run_life.processes import comes_true, lives
 
 # No plain number, so that every answer has to be parsed.
 GOLD = r"\frac{\sqrt{3}}{2}"
@@ -50,20 +50,10 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     end_server()
 
 
-def await_(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
-    """Whether something comes true within this time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def workers() -> list[psutil.Process]:
     """The server's two workers, which may be about to be replaced."""
     server = psutil.Process(_verify_pool.server().process.pid)
-    assert await_(lambda: len(server.children()) == 2)
+    assert comes_true(lambda: len(server.children()) == 2)
     return server.children()
 
 
@@ -102,7 +92,9 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
     assert accepts(GOLD, r"\frac12\sqrt{3}")
     for worker in workers():
         # A worker that has just been forked sets its limits, this one last.
-        assert await_(lambda worker=worker: worker.rlimit(psutil.RLIMIT_NOFILE) == (64, 64))
+        assert comes_true(
+            lambda worker=worker: worker.rlimit(psutil.RLIMIT_NOFILE) == (64, 64)
+        )
         for limit in (psutil.RLIMIT_FSIZE, psutil.RLIMIT_CORE, psutil.RLIMIT_NPROC):
             assert worker.rlimit(limit) == (0, 0)
         memory = worker.rlimit(psutil.RLIMIT_AS)[1] - worker.memory_info().vms
@@ -175,13 +167,8 @@ def test_no_answer_is_run(tmp_path: Path) -> None:
 
 def gone(pids: list[int], seconds: float = 60.0) -> bool:
     """Whether none of these processes runs any more, within this time."""
-
-    def runs(pid: int) -> bool:
-        return (
-            psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        )
-
-    return await_(lambda: not any(map(runs, pids)), seconds)
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return comes_true(lambda: not any(map(lives, processes)), seconds)
 
 
 @pytest.mark.slow
@@ -199,7 +186,7 @@ def test_killed_and_stopped_processes_are_replaced(
     with ThreadPoolExecutor(1) as executor:
         # 9^(9^(9^8)) takes as long as its limit lets it.
         hanging = executor.submit(judge, GOLD, "9^{9^{9^8}}")
-        assert await_(
+        assert comes_true(
             lambda: sum(process.cpu_times().user for process in processes) > used + 0.1
         )
         for process in processes:

@@ -1,4 +1,4 @@
-"""The tiny task and model: arithmetic, slips, the checker, the files, and that the shipped model is the one of its
+"""The tiny task and model: arithmetic, slips, the checker, the files, and that a shipped model is the one of its
 record."""
 
 import itertools
@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from verl_cpu.tiny import shipped
-from verl_cpu.tiny.make_models import WarmUpSettings, warm_up
+from verl_cpu.tiny.make_models import AgentSettings, WarmUpSettings, warm_up
 from verl_cpu.tiny.model import build_model, build_tokenizer
 from verl_cpu.tiny.prepare import STAMP, code_digest, prepare
 from verl_cpu.tiny.sampling import prompt_ids
@@ -97,12 +98,10 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
     for split, size in (("train", 4096), ("validation", 256)):
         rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
         texts = [problem.text for problem in problems(split, size)]
-        assert [row["prompt"] for row in rows] == [
-            [{"role": "user", "content": t}] for t in texts
-        ]
-        for row, text in zip(rows, texts, strict=True):
+        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            assert row["prompt"] == [{"role": "user", "content": text}]
             assert int(row["reward_model"]["ground_truth"]) == eval(text)
-        assert [row["extra_info"]["index"] for row in rows] == list(range(size))
+            assert row["extra_info"]["index"] == index
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert prompt_ids(tokenizer, CHAIN) == prompt_ids(build_tokenizer(), CHAIN)
     # Other settings make the folder anew, and so do the first ones again.
@@ -119,11 +118,20 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
         assert prepare(tmp_path)
 
 
-def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
-    record = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
-    assert record["settings"] == asdict(WarmUpSettings())
-    assert record["sha256"] == shipped.weights_digest()
-    model, tokenizer = shipped.load_shipped()
+@pytest.mark.parametrize(
+    ("folder", "settings", "load"),
+    [
+        (shipped.FOLDER, WarmUpSettings(), shipped.load_shipped),
+        (shipped.AGENT_FOLDER, AgentSettings(), shipped.load_agent),
+    ],
+)
+def test_a_record_is_that_of_todays_settings_and_of_its_weights(
+    folder: Path, settings: Any, load: Any
+) -> None:
+    record = json.loads((folder / shipped.RECORD).read_text())
+    assert record["settings"] == asdict(settings)
+    assert record["sha256"] == shipped.weights_digest(folder)
+    model, tokenizer = load()
     # A fresh model takes the weights only if names and shapes are the same.
     build_model(tokenizer, seed=0).load_state_dict(model.state_dict())
     for value in model.state_dict().values():

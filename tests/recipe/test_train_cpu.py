@@ -4,13 +4,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.run_life.killed_run import lives
+from tests.run_life.processes import comes_true, lives
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = f"""#!/usr/bin/env bash
@@ -88,12 +87,9 @@ def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path
     """By SIGTERM to the script alone, which the run does not get."""
     (folder / "lives").touch()
     running = begin(folder)
-    deadline = time.monotonic() + 60
     out = folder / "out/seed0"
     try:
-        while not (out / "grail/checkpoints").exists():
-            assert running.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        assert comes_true((out / "grail/checkpoints").exists)
         children = running.children(recursive=True)
         # A second start is refused while the first one lives, also one that would move its folder away.
         assert [start(folder, FRESH=fresh)[0] for fresh in ("0", "1")] == [1, 1]
@@ -101,9 +97,7 @@ def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path
         assert not (out / "grail.1").exists()
         running.terminate()
         assert running.wait(timeout=30) == -signal.SIGTERM
-        while any(map(lives, children)):
-            assert time.monotonic() < deadline, children
-            time.sleep(0.05)
+        assert comes_true(lambda: not any(map(lives, children)))
     finally:
         (folder / "lives").unlink()
         if running.poll() is None:

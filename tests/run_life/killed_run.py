@@ -3,11 +3,11 @@
 import contextlib
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import psutil
 
+from tests.run_life.processes import comes_true, lives
 from tests.verl_ext import whole_run
 
 STARTED_IN = 1800.0
@@ -24,15 +24,10 @@ class KilledRun:
         self.everybody = set[psutil.Process]()
         self.result: subprocess.CompletedProcess[str] | None = None
         self.options = [
-            "algorithm.adv_estimator=grail",
-            "data.train_batch_size=2",
-            "actor_rollout_ref.rollout.n=2",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "trainer.total_epochs=1000",
             "trainer.total_training_steps=1000",
             "trainer.save_freq=1",
-            "trainer.max_actor_ckpt_to_keep=1",
             *overrides,
         ]
 
@@ -44,23 +39,23 @@ class KilledRun:
 
     def _find(self) -> None:
         """Note the driver and the processes below it."""
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            # The driver alone has this option on its command line.
-            if f"hydra.run.dir={self.folder / 'hydra'}" in words and "-m" in words[:3]:
-                with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                # The driver alone has this option on its command line.
+                if f"hydra.run.dir={self.folder / 'hydra'}" in process.cmdline():
                     self.everybody |= {process, *process.children(recursive=True)}
 
     def await_step(self, step: int) -> None:
         """Wait until a step is logged; then the run's processes are known."""
         path = self.folder / "metrics.jsonl"
-        deadline = time.monotonic() + STARTED_IN
-        while not (path.exists() and path.read_text().count("\n") >= step):
-            waits = self._thread.is_alive() and time.monotonic() < deadline
-            assert waits, [
-                (self.folder / name).read_text()[-3000:] for name in whole_run.SAID
-            ]
-            time.sleep(0.2)
+
+        def is_logged() -> bool:
+            return path.exists() and path.read_text().count("\n") >= step
+
+        comes_true(lambda: is_logged() or not self._thread.is_alive(), STARTED_IN)
+        assert is_logged(), [
+            (self.folder / name).read_text()[-3000:] for name in whole_run.SAID
+        ]
         self._find()
 
     @property
@@ -74,15 +69,15 @@ class KilledRun:
 
     def end(self, seconds: float) -> None:
         """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
-        deadline = time.monotonic() + seconds
-        while (living := [*filter(lives, self.everybody)]) or self._thread.is_alive():
-            assert time.monotonic() < deadline, (
-                f"after {seconds:.0f} s are still there: {living}"
-            )
+
+        def is_over() -> bool:
+            living = [*filter(lives, self.everybody)]
             for process in living:
                 with contextlib.suppress(psutil.Error):
-                    self.everybody |= set(process.children(recursive=True))
-            time.sleep(1)
+                    self.everybody |= {*process.children(recursive=True)}
+            return not living and not self._thread.is_alive()
+
+        assert comes_true(is_over, seconds), f"were there: {self.everybody}"
 
     def kill_all(self) -> None:
         """A test that failed ends the processes that it leaves."""
@@ -90,11 +85,3 @@ class KilledRun:
         for process in self.everybody:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it is more than an exit status."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

@@ -33,7 +33,7 @@ from recipe.run_life.seeds import SeededAgentLoopWorker
 from recipe.run_life.trainer import KeptRun, lines_stay
 from tests import forked
 from tests.composed import compose, parsed, prepare
-from tests.run_life.killed_run import lives
+from tests.run_life.processes import lives
 
 MAY_DIFFER = """
 trainer.total_training_steps=80 trainer.save_freq=20 trainer.test_freq=5

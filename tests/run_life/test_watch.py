@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from recipe.run_life import watch
 from recipe.run_life.watch import HEADLINE, RunEnded, Watch, refuses
-from tests.run_life.killed_run import lives
+from tests.run_life.processes import comes_true, lives
 
 BOUND = 900.0
 """Seconds within which runs start and everything is gone, beside others and whatever else the machine does."""
@@ -84,13 +83,6 @@ def test_an_engine_is_dead_if_its_server_says_so_twice(
     assert refuses(address), "nobody listens there any more"
 
 
-def _await(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("worker", 1), ("driver", -signal.SIGKILL)])
 def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
@@ -104,7 +96,7 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
     everybody = {driver}
     try:
         path = tmp_path / "processes.json"
-        _await(lambda: path.exists() or driver.poll() is not None, "the run did not start")
+        assert comes_true(lambda: path.exists() or driver.poll() is not None, BOUND)
         processes = {**json.loads(path.read_text()), "driver": driver.pid}
         everybody |= {
             *driver.children(recursive=True),
@@ -120,12 +112,8 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
         # As the kernel does where memory runs short.
         os.kill(processes[name], signal.SIGKILL)
         assert driver.wait(timeout=BOUND) == status
-        _await(
-            lambda: (
-                not any(lives(member) for member in everybody if member.pid not in spared)
-            ),
-            f"not gone: {everybody}",
-        )
+        mortal = [member for member in everybody if member.pid not in spared]
+        assert comes_true(lambda: not any(map(lives, mortal)), BOUND)
         assert lives(psutil.Process(processes["upload"]))
         text = (tmp_path / "output").read_text()
         for part in (HEADLINE, "class_name: Worker", "name: the_worker"):
