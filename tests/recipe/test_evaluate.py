@@ -30,7 +30,7 @@ from tests.recipe.test_launch_scripts import PRINTS, ROOT
 from tests.recipe.test_reward_processes import end_server
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
-SCRIPT = ["bash", str(Path(__file__).parents[2] / "scripts/evaluate.sh")]
+SCRIPT = ["bash", str(ROOT / "scripts/evaluate.sh")]
 ROWS = pd.DataFrame(
     map(json.loads, Path(__file__).with_name("samples.jsonl").read_text().splitlines())
 )
@@ -177,18 +177,10 @@ def test_samples_survive_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "generations.jsonl"
     lines = A.to_json(orient="records", lines=True).splitlines(keepends=True)
     sixth = json.loads(lines[5])
-    odd: list[Any] = [1, [], {}]
-    for name, value in (
-        ("text", None),
-        ("tokens", "7"),
-        ("finish_reason", "x"),
-        ("index", -1),
-    ):
-        odd.append({**sixth, name: value})
+    values = {"text": None, "tokens": "7", "finish_reason": "x", "index": -1}
+    odd = [1, [], {}, *({**sixth, name: value} for name, value in values.items())]
     with open_samples(path, SAMPLING) as file:
-        file.writelines(
-            [*lines[:5], *(f"{json.dumps(record)}\n" for record in odd), lines[5][:40]]
-        )
+        file.writelines([*lines[:5], "\n".join(map(json.dumps, odd)), "\n", lines[5][:40]])
     # Half a character.
     path.write_bytes(path.read_bytes() + "é".encode()[:1])
     with open_samples(path, SAMPLING) as file:
@@ -202,17 +194,7 @@ ESCAPE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J"
 
 
 RUN = {"model": "m", "sampling": SAMPLING, "grader": "reward"}
-SCORE = {
-    **A.iloc[0][["benchmark", "prompt", "gold"]].to_dict(),
-    "index": 0,
-    "sample": 0,
-    "tokens": 1,
-    "truncated": False,
-    "right": True,
-    "answered": True,
-    "no_verdict": False,
-    "answer": "10",
-}
+SCORE = json.loads(report.grade(A[:1], "reward").to_json(orient="records", lines=True))
 
 
 def write(folder: Path, results: Any, scores: list) -> None:
@@ -222,18 +204,20 @@ def write(folder: Path, results: Any, scores: list) -> None:
     (folder / "scores.jsonl").write_text("\n".join(map(json.dumps, scores)) + "\n")
 
 
-def run_with(**options: Any) -> dict:
-    return {"run": {**RUN, "sampling": {**SAMPLING, **options}}}
-
-
 ODD_RESULTS = {
     "empty": ("", "results.json"),
     "nested too deeply": ("[" * 99999, "results.json"),
     "no mapping": ([], "results.json"),
     "without sampling": ({"run": {"model": "m"}}, "sampling"),
-    "samples without end": (run_with(samples=10**400), "samples"),
-    "an option that acts on a terminal": (run_with(**{f"x{ESCAPE}": 1}), "x"),
-    "a value that acts on a terminal": (run_with(temperature=ESCAPE), "temperature"),
+    "samples without end": ({"run": {**RUN, "sampling": {"samples": 10**400}}}, "samples"),
+    "an option that acts on a terminal": (
+        {"run": {**RUN, "sampling": {**SAMPLING, f"x{ESCAPE}": 1}}},
+        "x",
+    ),
+    "a value that acts on a terminal": (
+        {"run": {**RUN, "sampling": {**SAMPLING, "temperature": ESCAPE}}},
+        "temperature",
+    ),
     "a grader that acts on a terminal": ({"run": {**RUN, "grader": ESCAPE}}, "grader"),
 }
 ODD_SCORES = {

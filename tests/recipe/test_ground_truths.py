@@ -101,24 +101,21 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
         "some.jsonl": ["5", None, "6"],
     }
     for name, values in truths.items():
-        table = pd.DataFrame({"prompt": [[{"role": "user", "content": "?"}]] * len(values)})
-        table["reward_model"] = [{"ground_truth": truth} for truth in values]
+        table = pd.DataFrame(
+            {"reward_model": [{"ground_truth": truth} for truth in values]}
+        )
         if "parquet" in name:
             table.to_parquet(tmp_path / name)
         else:
             table.to_json(tmp_path / name, orient="records", lines=True)
     function = "reward.custom_reward_function.path"
-    options = [
-        "actor_rollout_ref.actor.use_dynamic_bsz=True",
-        "actor_rollout_ref.rollout.n=4",
-    ]
-    options.append(f"data.val_files=[{tmp_path}/good.parquet]")
+    val_files = f"data.val_files=[{tmp_path}/good.parquet]"
 
     def start(train: str, *overrides: str) -> list[str]:
         """The warnings of a run with this training file."""
         caplog.clear()
         train_files = f"data.train_files={tmp_path}/{train}"
-        prepare(compose("grail_trainer", [train_files, *options, *overrides]))
+        prepare(compose("grail_trainer", [train_files, val_files, *overrides]))
         return [message for message in caplog.messages if "ground truths" in message]
 
     # verl itself names a file that is missing.

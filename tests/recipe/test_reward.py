@@ -63,7 +63,7 @@ def misjudged(cases: list[Case]) -> list[Case]:
         return list(itertools.compress(cases, executor.map(is_misjudged, cases)))
 
 
-def rows_of(file: Path) -> list[dict[str, Any]]:
+def json_lines(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         pytest.skip(f"{file} is missing; set GRAIL_DATA_DIR to the folder that holds it")
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -99,7 +99,7 @@ def test_the_last_complete_box_counts() -> None:
 def test_the_table_of_verdicts() -> None:
     """Twenty or more of each kind that was once judged wrongly somewhere; the JSON lines have the ground truths, and
     boxes that math-verify alone would read in part."""
-    rows = rows_of(HERE / "verdicts.jsonl")
+    rows = json_lines(HERE / "verdicts.jsonl")
     assert misjudged([case for row in rows for case in cases_of(row)]) == []
     assert min(Counter(row["kind"] for row in rows for _ in cases_of(row)).values()) >= 20
 
@@ -111,7 +111,7 @@ def test_the_table_of_verdicts() -> None:
 def test_random_answers_and_the_same_changed_in_one_place(half: int, count: int) -> None:
     """240 expressions in ten styles, whose values were compared at two points modulo a prime in which -1 has a root, and
     150 numbers, lists, sets and tuples of fractions: no judge computed what is right. The normal form is its own."""
-    rows = rows_of(HERE / "verdict_properties.jsonl")[half::2]
+    rows = json_lines(HERE / "verdict_properties.jsonl")[half::2]
     cases = [case for row in rows for case in cases_of(row)]
     assert len(cases) == count and misjudged(cases) == []
     for text in {text for gold, box, _ in cases for text in map(normal, (gold, box))}:
@@ -132,7 +132,7 @@ def test_each_rule_is_needed_for_its_example() -> None:
 @pytest.mark.slow
 def test_answers_of_public_bug_reports() -> None:
     pairs = []
-    for case in rows_of(DATA / "answer_cases.jsonl"):
+    for case in json_lines(DATA / "answer_cases.jsonl"):
         if case["input"].keys() == {"gold", "box"}:
             pairs.append(
                 (case["input"]["gold"], case["input"]["box"], float(case["right"]))
@@ -159,6 +159,6 @@ SAMPLES = ("college_math_sample5", "minerva_math_sample5", "olympiadbench_sample
 @pytest.mark.parametrize("name", ["gsm8k_test", "aime24", "amc23", *SAMPLES])
 def test_gold_answers_accept_themselves(name: str) -> None:
     spec = SPECS[name.removesuffix("_test").removesuffix("_sample5")]
-    rows = [convert(spec, row) for row in rows_of(DATA / f"{name}.jsonl")]
+    rows = [convert(spec, row) for row in json_lines(DATA / f"{name}.jsonl")]
     golds = [row["reward_model"]["ground_truth"] for row in rows]
     assert len(golds) >= 5 and misjudged([(gold, gold, 1.0) for gold in golds]) == []

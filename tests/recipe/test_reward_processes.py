@@ -17,7 +17,7 @@ import pytest
 from grail_advantage import reward
 from grail_advantage.reward import _verify_pool, _verify_worker
 from grail_advantage.reward._normal import normal
-from tests.recipe.test_reward import accepts, judge, rows_of
+from tests.recipe.test_reward import accepts, json_lines, judge
 from tests.run_life.processes import comes_true, lives
 
 # No plain number, so that every answer has to be parsed.
@@ -27,7 +27,7 @@ GOLD = r"\frac{\sqrt{3}}{2}"
 def hostile_responses(marker: Path) -> dict[str, str]:
     """Responses made to hang, crash, blow up or trick a verifier, by name; none states :data:`GOLD`. Those with code in
     them try to create the file ``marker``. A line has the pieces of one, and how often each is repeated."""
-    rows = rows_of(Path(__file__).with_name("hostile_answers.jsonl"))
+    rows = json_lines(Path(__file__).with_name("hostile_answers.jsonl"))
     texts = {
         row["name"]: "".join(piece * times for piece, times in row["parts"]) for row in rows
     }

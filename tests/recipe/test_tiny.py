@@ -66,9 +66,6 @@ def test_find_errors_by_hand() -> None:
         row = json.loads(line)
         expected = [StepError(*error) for error in row["errors"]]
         assert find_errors(CHAIN, row["response"]) == expected, row
-        assert all(
-            row["response"][error.start : error.end] == error.written for error in expected
-        )
     for end, score in (("\\boxed{12}", 1), ("\\boxed{1}", 0), ("\\boxed{12", 0)):
         assert compute_score("", f"7+5=12;{end}", "12") == score
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2"

@@ -15,10 +15,8 @@ from verl.utils import torch_functional
 from verl.utils.config import omega_conf_to_dataclass
 
 from benchmarks.setup import SHAPES
-from grail_advantage.locks import let_go
 from recipe import run_life
-from recipe.run_life import begin_run
-from tests.composed import compose, prepare
+from tests.run_life.test_run_life import start
 from verl_cpu.tiny.shipped import load_shipped
 
 ATTENTION = "torch_varlen"
@@ -38,24 +36,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def plain_varlen_attn(
     *packed: Any, scale: float, window_size: tuple[int, int]
 ) -> torch.Tensor:
-    """Sequence by sequence; a token sees those from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
+    """A token sees those of its sequence from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
     *tensors, limits, same_limits, longest, same_longest = packed
     lengths = limits.diff().tolist()
     assert same_limits is limits and limits.dtype == torch.int32
     assert longest == same_longest == max(lengths) and sum(lengths) == len(tensors[0])
-    outputs = []
+    sequences = torch.arange(len(lengths)).repeat_interleave(limits.diff())
+    places = torch.arange(len(sequences))
+    distances = places[:, None] - places
     earlier, later = window_size
-    parts = (tensor.transpose(0, 1).split(lengths, 1) for tensor in tensors)
-    for query, key, value in zip(*parts, strict=True):
-        places = torch.arange(query.shape[1])
-        distances = places[:, None] - places
-        seen = distances >= -later
-        if earlier >= 0:
-            seen &= distances <= earlier
-        outputs.append(
-            functional.scaled_dot_product_attention(query, key, value, seen, scale=scale)
-        )
-    return torch.cat(outputs, dim=1).transpose(0, 1)
+    seen = (sequences[:, None] == sequences) & (distances >= -later)
+    if earlier >= 0:
+        seen &= distances <= earlier
+    heads = (tensor.transpose(0, 1) for tensor in tensors)
+    output = functional.scaled_dot_product_attention(*heads, seen, scale=scale)
+    return output.transpose(0, 1)
 
 
 def model(attention: str, **window: Any) -> PreTrainedModel:
@@ -125,19 +120,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(
             run_life, "find_spec", lambda name: name in installed.split() or None
         )
-        data = tmp_path / "data.parquet"
-        data.touch()
-        files = (
-            f"data.train_files={data}",
-            f"data.val_files={data}",
-            f"run.folder={tmp_path}/run",
-        )
-        config = compose("grail_trainer", [*files, *overrides])
-        try:
-            begin_run(prepare(config), config)
-        finally:
-            let_go(Path(config.trainer.default_local_dir))
-        return config.actor_rollout_ref.model
+        return start(tmp_path / "run", *overrides).actor_rollout_ref.model
 
     return begin
 

@@ -70,13 +70,14 @@ def _compose(folder: Path, *overrides: str) -> DictConfig:
     return config
 
 
-def _start(folder: Path, *overrides: str) -> None:
-    """What the command does before Ray; the run's folder is free afterwards."""
+def start(folder: Path, *overrides: str) -> DictConfig:
+    """What the command does before Ray, and the configuration; the run's folder is free afterwards."""
     config = _compose(folder, *overrides)
     try:
         begin_run(prepare(config), config)
     finally:
         let_go(Path(config.trainer.default_local_dir))
+    return config
 
 
 def _refused(folder: Path, *overrides: str) -> str:
@@ -98,7 +99,7 @@ def _save(folder: Path, step: int) -> Path:
 @pytest.fixture
 def begun(folder: Path) -> Path:
     """The folder of a run with a checkpoint."""
-    _start(folder)
+    start(folder)
     _save(folder, 10)
     return folder
 
@@ -133,16 +134,16 @@ def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
     mode = "trainer.resume_mode=resume_path"
     named = (mode, f"trainer.resume_from_path={begun}/checkpoints/global_step_10")
     for how in (named, ("trainer.resume_mode=disable",)):
-        _start(begun, *how)
+        start(begun, *how)
         assert "data.seed" in _refused(begun, *how, "data.seed=7")
-    _start(begun.with_name("elsewhere"), *named, "data.seed=7")
+    start(begun.with_name("elsewhere"), *named, "data.seed=7")
     nowhere = "trainer.resume_from_path=/nowhere/global_step_1"
     assert "resume_from_path" in _refused(begun, mode, nowhere)
     # Without a definition a checkpoint that is named is resumed from, whatever its run; the start writes a new one.
     (begun / "checkpoints" / RUN_DEFINITION).unlink()
     assert RUN_DEFINITION in _refused(begun)
-    _start(begun, *named)
-    _start(begun)
+    start(begun, *named)
+    start(begun)
 
 
 FILES = {
@@ -166,10 +167,10 @@ def test_a_file_that_was_written_anew_is_another_run_s(file: str, tmp_path: Path
     (clone / "model").mkdir(parents=True)
     for name in FILES:
         (clone / name).write_text("first")
-    _start(clone / "run", *overrides(clone))
+    start(clone / "run", *overrides(clone))
     _save(clone / "run", 10)
     moved = clone.rename(tmp_path / "moved")
-    _start(moved / "run", *overrides(moved))
+    start(moved / "run", *overrides(moved))
     (moved / file).write_text("other")
     refused = _refused(moved / "run", *overrides(moved))
     assert f"  {FILES[file]} ({file.split('/')[0]}): another content" in refused
@@ -188,7 +189,7 @@ def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path) -> None:
     # Nothing in it can be compared, and its name is none.
     stored.update(definition={}, by=1, run=["\x1b"], contents=[7])
     path.write_text(json.dumps(stored))
-    _start(begun)
+    start(begun)
     assert json.loads(path.read_text())["run"].isalnum()
 
 
@@ -204,31 +205,31 @@ def test_a_folder_is_only_moved_away_after_its_check(
 
 def test_a_dumps_folder_belongs_to_a_run(folder: Path) -> None:
     """As that of the checkpoints does; an empty one is nobody's."""
-    _start(folder, "data.seed=7")
-    _start(folder)
+    start(folder, "data.seed=7")
+    start(folder)
     (folder / "tokens/step_000001.parquet").touch()
     assert "token_dump.folder=" in _refused(folder, "data.seed=7")
-    _start(folder)
+    start(folder)
 
 
 def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
     last = _save(begun, 50)
     with pytest.raises(SystemExit) as ended:
-        _start(begun)
+        start(begun)
     assert not ended.value.code
     for override in (
         "total_training_steps=60",
         "total_training_steps=null",
         "val_only=True",
     ):
-        _start(begun, f"trainer.{override}")
+        start(begun, f"trainer.{override}")
     # verl's tracker still names step 50.
     last.rename(last.with_name("global_step_45"))
-    _start(begun)
+    start(begun)
     # A full disk leaves the file empty.
     (last.parent / "latest_checkpointed_iteration.txt").write_text("")
     with pytest.raises(ValueError):
-        _start(begun)
+        start(begun)
 
 
 def test_the_last_checkpoints_of_all_starts_stay(
@@ -265,18 +266,18 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
     try:
         prepare(_compose(folder))
         with pytest.raises(ValueError, match="belongs to a run that lives"):
-            _start(folder)
+            start(folder)
         # The child has inherited the lock's open file, and lives on.
         os.kill(run.pid, signal.SIGKILL)
         run.join()
         assert lives(child)
-        _start(folder)
+        start(folder)
     finally:
         child.kill()
         run.kill()
 
 
-def test_the_switch_is_the_module_of_verls_start(
+def test_the_switch_is_the_module_of_verlsstart(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = dict(TRAINER_REGISTRY)
@@ -374,18 +375,20 @@ def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
     ]
 
 
+REQUEST = {
+    "run": 0,
+    "step": 1,
+    "validate": False,
+    "session_id": 0,
+    "index": 5,
+    "raw_prompt": [{"role": "user", "content": "1+1"}],
+    "uid": "a",
+}
+
+
 def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
     """The seeds of a response's three turns, for each of which verl's loops send the same parameters."""
-    values = {
-        "run": 0,
-        "step": 1,
-        "validate": False,
-        "session_id": 0,
-        "index": 5,
-        "uid": "a",
-    }
-    values["raw_prompt"] = [{"role": "user", "content": "1+1"}]
-    values.update(changes)
+    values = {**REQUEST, **changes}
     parameters = {"temperature": 0.7}
 
     async def generate(*, sampling_params: dict) -> dict:
@@ -401,8 +404,8 @@ def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
 
     monkeypatch.setattr(SeededAgentLoopWorker.__mro__[1], "_run_agent_loop", conversation)
     worker = SeededAgentLoopWorker.__new__(SeededAgentLoopWorker)
-    rollout = {"seed": values["run"]}
-    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    seed = f"actor_rollout_ref.rollout.seed={values['run']}"
+    worker.config = OmegaConf.from_dotlist([seed])
     worker.llm_client = client = SimpleNamespace(generate=generate)
     received = asyncio.run(worker._run_agent_loop(parameters, values, **values))
     # Both are the worker's own, shared by all responses.
@@ -418,8 +421,7 @@ def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(
     seeds = _seeds(monkeypatch)
     assert _seeds(monkeypatch, uid="b") == seeds, "whenever, and under whatever key"
     changes = {"run": 1, "step": 2, "validate": True, "session_id": 1, "index": 6}
-    changes["raw_prompt"] = [{"role": "user", "content": "1+2"}]
-    for name, value in changes.items():
+    for name, value in {**changes, "raw_prompt": [{"content": "1+2"}]}.items():
         seeds += _seeds(monkeypatch, **{name: value})
     # Seven variants of three turns; verl hands vLLM a seed of 63 bits.
     assert len(set(seeds)) == len(seeds) == 21 and all(0 <= seed < 2**63 for seed in seeds)
