@@ -92,17 +92,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--output-dir", type=Path, default="data", help="folder for the files (data)")
-    benchmarks = f"all (six), none, or of {', '.join(BENCHMARKS)}"
-    add("--benchmarks", type=benchmark_names, default="all", help=benchmarks)
-    sets = ("deepmath", "gsm8k_train", "none")
-    add("--train", choices=sets, default="deepmath", help="the training set (deepmath)")
-    local = "folder with NAME.jsonl for every dataset, in place of the Hugging Face hub"
-    add("--local-dir", type=Path, help=local)
-    form = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
-    hub = "another place on the hub; may be repeated"
-    add("--hub-id", action="append", default=[], metavar=form, help=hub)
-    prompts = "published: with its U+0008, as NAME_published"
-    add("--prompt", choices=specs.PROMPTS, default="corrected", help=prompts)
+    add(
+        "--benchmarks",
+        type=benchmark_names,
+        default="all",
+        help=f"all (six), none, or of {', '.join(BENCHMARKS)}",
+    )
+    add(
+        "--train",
+        choices=("deepmath", "gsm8k_train", "none"),
+        default="deepmath",
+        help="the training set (deepmath)",
+    )
+    add(
+        "--local-dir",
+        type=Path,
+        help="folder with NAME.jsonl for every dataset, in place of the Hugging Face hub",
+    )
+    add(
+        "--hub-id",
+        action="append",
+        default=[],
+        metavar="NAME=ORG/DATASET[:CONFIG[:SPLIT]]",
+        help="another place on the hub; may be repeated",
+    )
+    add(
+        "--prompt",
+        choices=specs.PROMPTS,
+        default="corrected",
+        help="published: with its U+0008, as NAME_published",
+    )
     options = parser.parse_args(arguments)
     hub_ids = dict(text.partition("=")[::2] for text in options.hub_id)
     names = [name for name in (options.train, *options.benchmarks) if name != "none"]

@@ -135,8 +135,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--model",
         help="Hugging Face folder, verl checkpoint .../global_step_N, or a name on the hub",
     )
-    again = "grade the samples of a finished --output-dir again"
-    action("--regrade", type=Path, metavar="DIR", help=again)
+    action(
+        "--regrade",
+        type=Path,
+        metavar="DIR",
+        help="grade the samples of a finished --output-dir again",
+    )
     action(
         "--compare",
         nargs=2,
@@ -149,22 +153,42 @@ def main(arguments: list[str] | None = None) -> None:
         type=Path,
         help="folder for generations, scores and results, or for the comparison",
     )
-    benchmarks = f"all (six), or some of {', '.join(BENCHMARKS)}"
-    add("--benchmarks", type=benchmark_names, default="all", help=benchmarks)
+    add(
+        "--benchmarks",
+        type=benchmark_names,
+        default="all",
+        help=f"all (six), or some of {', '.join(BENCHMARKS)}",
+    )
     add("--data-dir", type=Path, default="data", help="folder that recipe.data.prepare filled")
-    prompts = "published: as prepare_data --prompt published wrote it"
-    add("--prompt", choices=PROMPTS, default="corrected", help=prompts)
+    add(
+        "--prompt",
+        choices=PROMPTS,
+        default="corrected",
+        help="published: as prepare_data --prompt published wrote it",
+    )
     for name, default in SAMPLING.items():
-        option = f"--{name.replace('_', '-')}"
-        add(option, type=type(default), default=default, help="see vLLM's SamplingParams")
+        add(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            help="see vLLM's SamplingParams",
+        )
     add(
         "--chat-template",
         help="base_math (for base models) or a .jinja file, in place of the tokenizer's",
     )
-    graders = ("reward", "published", "both")
-    add("--grader", choices=graders, default="reward", help="as in training; as GRAIL's code")
-    gpus = "GPUs of each vLLM engine; as many engines as fit"
-    add("--tensor-parallel-size", type=int, default=1, help=gpus)
+    add(
+        "--grader",
+        choices=("reward", "published", "both"),
+        default="reward",
+        help="as in training; as GRAIL's code",
+    )
+    add(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="GPUs of each vLLM engine; as many engines as fit",
+    )
     options = parser.parse_args(arguments)
     if options.model and options.output_dir is None:
         parser.error("--model needs --output-dir")

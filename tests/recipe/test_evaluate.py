@@ -205,19 +205,10 @@ def write(folder: Path, results: Any, scores: list) -> None:
 
 
 ODD_RESULTS = {
-    "empty": ("", "results.json"),
     "nested too deeply": ("[" * 99999, "results.json"),
     "no mapping": ([], "results.json"),
     "without sampling": ({"run": {"model": "m"}}, "sampling"),
     "samples without end": ({"run": {**RUN, "sampling": {"samples": 10**400}}}, "samples"),
-    "an option that acts on a terminal": (
-        {"run": {**RUN, "sampling": {**SAMPLING, f"x{ESCAPE}": 1}}},
-        "x",
-    ),
-    "a value that acts on a terminal": (
-        {"run": {**RUN, "sampling": {**SAMPLING, "temperature": ESCAPE}}},
-        "temperature",
-    ),
     "a grader that acts on a terminal": ({"run": {**RUN, "grader": ESCAPE}}, "grader"),
 }
 ODD_SCORES = {
@@ -226,10 +217,6 @@ ODD_SCORES = {
     "a verdict as text": ([{**SCORE, "right": "yes"}], "right"),
     "tokens without end": ([{**SCORE, "tokens": 10**400}], "tokens"),
     "an index as a list": ([{**SCORE, "index": [0]}], "index"),
-    "a benchmark that acts on a terminal": (
-        [{**SCORE, "benchmark": ESCAPE}],
-        "ground truths",
-    ),
 }
 
 
@@ -443,12 +430,7 @@ SMALL = ("config.json", "generation_config.json", "tokenizer.json", "chat_templa
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [
-        ("model.safetensors",),
-        ("pytorch_model.bin",),
-        ("model.safetensors", "pytorch_model.bin"),
-    ],
+    "kinds", [("pytorch_model.bin",), ("model.safetensors", "pytorch_model.bin")]
 )
 def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
     kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -211,9 +211,8 @@ ARMS = {
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_arm_is_a_run_in_each_trainer(arm: str) -> None:
-    """In verl's configuration, and on TRL's command line; a seed of each."""
-    estimator, control, options = ARMS[arm]
+def test_an_arm_is_a_run_of_verl(arm: str) -> None:
+    estimator, control, _ = ARMS[arm]
     config = configuration("run_five_arms.sh", "trainer.test_freq=7", SEEDS="3", ARMS=arm)
     assert config.algorithm.adv_estimator == estimator
     assert OmegaConf.select(config, "algorithm.grail.control", default="none") == control
@@ -222,17 +221,16 @@ def test_an_arm_is_a_run_in_each_trainer(arm: str) -> None:
         config.trainer.test_freq == 7
         and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
     )
+
+
+def test_the_arms_are_runs_of_trl_seed_by_seed() -> None:
     knobs = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "TRAINER": "trl", "SEEDS": "3 4"}
     command = ["bash", unused() / "examples/run_five_arms.sh", "--steps", "9"]
-    output = subprocess.check_output(
-        command, env={**knobs, "ARMS": f"{arm} {arm}"}, text=True
-    )
+    output = subprocess.check_output(command, env=knobs, text=True)
     starts = output.replace("'", "").splitlines()
-    # Two seeds times the arm twice; the command says its seed last but for the steps.
-    assert (
-        len(starts) == 4 and sum(f"{options} --seed 3 " in start for start in starts) == 2
-    )
-    assert "--vllm --steps 9" in starts[0]
+    runs = itertools.product((3, 4), ARMS.values())
+    for start, (seed, (_, _, options)) in zip(starts, runs, strict=True):
+        assert f"{options} --seed {seed} " in start and "--vllm --steps 9" in start
 
 
 def test_an_arm_that_is_none_starts_nothing() -> None:

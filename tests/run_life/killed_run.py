@@ -1,8 +1,7 @@
 """A whole verl run in the background, whose engine is killed: which processes are there, and which are left."""
 
-import contextlib
-import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,6 @@ class KilledRun:
     ) -> None:
         self.folder = folder
         self.everybody = set[psutil.Process]()
-        self.result: subprocess.CompletedProcess[str] | None = None
         self.options = [
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
             "trainer.total_epochs=1000",
@@ -30,17 +28,14 @@ class KilledRun:
             "trainer.save_freq=1",
             *overrides,
         ]
-
-        def run() -> None:
-            self.result = whole_run.start(folder, self.options, rows=rows, **environment)
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
+        self.run = ThreadPoolExecutor(1).submit(
+            whole_run.start, folder, self.options, rows=rows, **environment
+        )
 
     def _find(self) -> None:
         """Note the driver and the processes below it."""
         for process in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
+            with suppress(psutil.Error):
                 # The driver alone has this option on its command line.
                 if f"hydra.run.dir={self.folder / 'hydra'}" in process.cmdline():
                     self.everybody |= {process, *process.children(recursive=True)}
@@ -52,17 +47,17 @@ class KilledRun:
         def is_logged() -> bool:
             return path.exists() and path.read_text().count("\n") >= step
 
-        comes_true(lambda: is_logged() or not self._thread.is_alive(), STARTED_IN)
+        comes_true(lambda: is_logged() or self.run.done(), STARTED_IN)
         assert is_logged(), [
             (self.folder / name).read_text()[-3000:] for name in whole_run.SAID
         ]
         self._find()
 
     @property
-    def engine(self) -> int:
-        """The process id of a vLLM engine."""
+    def engine(self) -> psutil.Process:
+        """A vLLM engine."""
         return next(
-            process.pid
+            process
             for process in filter(lives, self.everybody)
             if "VLLM::EngineCore" in " ".join(process.cmdline())
         )
@@ -73,9 +68,9 @@ class KilledRun:
         def is_over() -> bool:
             living = [*filter(lives, self.everybody)]
             for process in living:
-                with contextlib.suppress(psutil.Error):
+                with suppress(psutil.Error):
                     self.everybody |= {*process.children(recursive=True)}
-            return not living and not self._thread.is_alive()
+            return not living and self.run.done()
 
         assert comes_true(is_over, seconds), f"were there: {self.everybody}"
 
@@ -83,5 +78,5 @@ class KilledRun:
         """A test that failed ends the processes that it leaves."""
         self._find()
         for process in self.everybody:
-            with contextlib.suppress(psutil.Error):
+            with suppress(psutil.Error):
                 process.kill()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -133,7 +132,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         # The validation before the training is logged, too.
         run.await_step(STEPS + 2)
         # There is one for each of the two ranks.
-        psutil.Process(run.engine).kill()
+        run.engine.kill()
         run.end(BOUND)
     finally:
         run.kill_all()
@@ -239,7 +238,7 @@ def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(
     pair: Pair,
 ):
     """As where memory runs short. That no process is left the fixture has waited for."""
-    result = pair.killed.result
+    result = pair.killed.run.result()
     assert result.returncode == 1
     _, headline, report = result.stderr.partition(HEADLINE)
     assert headline and "vLLM's server on " in report
