@@ -34,16 +34,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_agent_tokenizer()
 
 
-def test_the_tool_by_hand() -> None:
-    assert check(CHAIN, 0, "7+5=12") == ("12", 1.0) and check(CHAIN, 0, "7+5=11") == (
-        "12",
-        -1.0,
-    )
-    assert check(CHAIN, 0, "12-3=9") == ("12", -1.0), (
-        "a step too early takes up the first one all the same"
-    )
+def test_calls_of_the_tool_that_are_nearly_right() -> None:
+    # A step too early takes up the first one all the same.
+    assert check(CHAIN, 0, "12-3=9") == ("12", -1.0)
     assert check(CHAIN, 1, "12-3=09") == check(CHAIN, 1, "11-3=8") == ("9", -1.0)
-    assert check(CHAIN, 2, "9+1=10") == ("end", -1.0)
 
 
 class Writer:

@@ -82,13 +82,8 @@ def test_the_published_problems_are_found(
     for place, id in enumerate([*ids, "another", "one more"]):
         # College-Math names a problem by its source and number, OlympiadBench by an id.
         source, _, number = id.rpartition("/")
-        row = {
-            "data_source": source,
-            "question_number": number,
-            "id": id,
-            SPECS[name].gold: "2",
-        }
-        rows.append({**row, "question": f"Problem {place}?"})
+        row = {"data_source": source, "question_number": number, "id": id}
+        rows.append({**row, SPECS[name].gold: "2", "question": f"Problem {place}?"})
     lines = random.Random(0).sample(rows, len(rows))
     # Problems of physics are of another task.
     physics = [{**rows[3], "subject": "Physics"}] * (name == "olympiadbench")

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -503,63 +502,61 @@ def test_loss_is_the_published_one() -> None:
 
     FSDP averages gradients over the ranks, so the mean over them of verl's loss must be the loss of the whole batch.
     """
-    script = "run_r1_distill_llama_8b_grail.sh"
     ranks = 16
     micro_batches = 2
-    rows = PUBLISHED_BATCH
     tokens = 6
-    config = configuration(script, NNODES="2")
-    rng = np.random.default_rng(0)
-    weights = rng.uniform(0.5, 5, size=(rows, tokens))
-    advantages = rng.normal(size=(rows, 1)) * weights
-    # A tenth is truncated, and has advantage 0.
-    advantages[rng.random(rows) < 0.1] = 0
-    log_ratios = rng.normal(scale=1.0, size=(rows, tokens))
+    torch.manual_seed(0)
+    advantages = torch.randn(PUBLISHED_BATCH, tokens, dtype=torch.float64)
+    log_ratios = torch.randn_like(advantages)
     # Ratios near 55, where verl's dual clip would act on negative advantages.
     log_ratios[::5] += 4
-    mask = np.arange(tokens) < rng.integers(0, tokens + 1, size=(rows, 1))
-    assert (~mask.any(axis=1)).any() and ((log_ratios > 4) & (advantages < 0) & mask).any()
-    ratios = np.exp(log_ratios)
-    surrogate = np.minimum(ratios * advantages, np.clip(ratios, 0.8, 1.28) * advantages)
+    # Some responses have no token.
+    mask = torch.arange(tokens) < torch.randint(tokens + 1, (PUBLISHED_BATCH, 1))
+    ratios = log_ratios.exp()
+    surrogate = torch.minimum(ratios * advantages, ratios.clip(0.8, 1.28) * advantages)
     # Every response counts alike, also one without tokens: the sum is divided by 256 x 8192.
-    expected = -(surrogate * mask).sum() / (rows * LONGEST)
+    expected = -(surrogate * mask).sum() / (PUBLISHED_BATCH * LONGEST)
 
+    config = configuration("run_r1_distill_llama_8b_grail.sh")
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    batch = {
-        "batch_num_tokens": int(mask.sum()),
-        "global_batch_size": rows,
-        "dp_size": ranks,
-    }
-    actor.global_batch_info.update(**batch, loss_scale_factor=actor.loss_scale_factor)
+    actor.global_batch_info.update(
+        batch_num_tokens=int(mask.sum()),
+        global_batch_size=PUBLISHED_BATCH,
+        dp_size=ranks,
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    parts = (
+        values.chunk(ranks * micro_batches) for values in (log_ratios, advantages, mask)
+    )
     losses = [
         compute_policy_loss_vanilla(
-            torch.zeros(len(part), tokens, dtype=torch.float64),
-            *(torch.from_numpy(values[part]) for values in (log_ratios, advantages, mask)),
+            torch.zeros_like(part[0]),
+            *part,
             loss_agg_mode=actor.loss_agg_mode,
             config=actor,
-        )[0].item()
-        for part in np.array_split(np.arange(rows), ranks * micro_batches)
+        )[0]
+        for part in zip(*parts, strict=True)
     ]
     # Each of 16 ranks sums the losses of its 2 micro-batches; FSDP takes the mean of the ranks.
-    assert sum(losses) / ranks == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(sum(losses) / ranks, expected, rtol=1e-9, atol=0)
 
 
 def test_the_published_ratio_is_trls() -> None:
     """``sequence_mask`` with the cap 3.0: the product of a response's ratios, 0 above the cap."""
-    rng = np.random.default_rng(0)
-    log_ratios = rng.normal(-1, 0.5, size=(64, 5)) - rng.normal(-1, 0.5, size=(64, 5))
-    mask = np.arange(5) < rng.integers(1, 6, size=(64, 1))
+    torch.manual_seed(0)
+    log_ratios = torch.randn(64, 5) / 2
+    mask = torch.arange(5) < torch.randint(1, 6, (64, 1))
     correction = configuration(GPUS, LIKE="published").algorithm.rollout_correction
     weights, _ = compute_rollout_correction_weights(
-        torch.from_numpy(log_ratios),
-        torch.from_numpy(mask).double(),
+        log_ratios,
+        mask.float(),
         correction.rollout_is,
         correction.rollout_is_threshold,
         correction.rollout_is_batch_normalize,
     )
-    ratios = np.exp((log_ratios * mask).sum(axis=1, keepdims=True))
+    ratios = (log_ratios * mask).sum(dim=1, keepdim=True).exp()
     # Above the cap a response is left out, as by TRL.
-    np.testing.assert_allclose(weights, ratios * (ratios <= 3) * mask, rtol=1e-6)
+    torch.testing.assert_close(weights, ratios * (ratios <= 3) * mask)
     assert (ratios > 3).sum() > 3, "some are above the cap"
 
 

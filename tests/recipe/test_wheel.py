@@ -29,7 +29,6 @@ def test_an_installed_package(tmp_path: Path) -> None:
     installed = tmp_path / "installed"
     # The folder comes before everything that the tests' environment has, with its editable installation.
     variables = {**os.environ, "PYTHONPATH": str(installed)}
-    variables.pop("VERL_PLATFORM", None)
 
     def run(*words: str | Path) -> str:
         command = [sys.executable, "-P", "-m", *words]
