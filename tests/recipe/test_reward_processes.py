@@ -27,11 +27,11 @@ GOLD = r"\frac{\sqrt{3}}{2}"
 def hostile_responses(marker: Path) -> dict[str, str]:
     """Responses made to hang, crash, blow up or trick a verifier, by name; none states :data:`GOLD`. Those with code in
     them try to create the file ``marker``. A line has the pieces of one, and how often each is repeated."""
-    rows = json_lines(Path(__file__).with_name("hostile_answers.jsonl"))
-    texts = {
-        row["name"]: "".join(piece * times for piece, times in row["parts"]) for row in rows
-    }
-    return {name: text.replace("MARKER", str(marker)) for name, text in texts.items()}
+    texts = {}
+    for row in json_lines(Path(__file__).with_name("hostile_answers.jsonl")):
+        text = "".join(piece * times for piece, times in row["parts"])
+        texts[row["name"]] = text.replace("MARKER", str(marker))
+    return texts
 
 
 def end_server() -> None:

@@ -1,7 +1,6 @@
 """The tiny task and model: arithmetic, slips, the checker, the files, and that a shipped model is the one of its
 record."""
 
-import itertools
 import json
 import random
 from dataclasses import asdict
@@ -40,7 +39,7 @@ def test_problems_and_solutions() -> None:
         # Of 7+5-3 the beginnings 7+5 and 7+5-3.
         ends = range(3, len(problem.text) + 1, 2)
         assert list(problem.values) == [eval(problem.text[:end]) for end in ends]
-        assert problem.answer == problem.values[-1] == eval(problem.text)
+        assert problem.answer == problem.values[-1]
         assert min(problem.values) >= 0 and max(problem.values) <= MAX_VALUE
         for wording in (SHORT, LONG):
             correct = solve(problem, 0.0, rng, wording)
@@ -52,10 +51,8 @@ def test_problems_and_solutions() -> None:
                 problem, slipped
             )
     assert problems("train", 50, seed=5) == train[:50] != problems("train", 50, seed=6)
-    texts = {split: set() for split in ("train", "validation")}
-    for split, seed in itertools.product(texts, range(3)):
-        texts[split] |= {problem.text for problem in problems(split, 200, seed=seed)}
-    assert texts["train"].isdisjoint(texts["validation"])
+    held_out = {problem.text for problem in problems("validation", 400, seed=5)}
+    assert held_out.isdisjoint(problem.text for problem in train)
 
 
 CHAIN = Problem.parse("7+5-3")
