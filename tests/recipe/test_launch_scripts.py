@@ -426,18 +426,15 @@ def test_the_commands_of_a_page_work_one_after_the_other(
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
-def test_verls_own_command_takes_what_a_page_says(page: Path) -> None:
-    """It refuses an option of this project without a ``+``, as its configuration has no section of it."""
+def test_verls_own_command_takes_what_a_page_adds_to_it(page: Path) -> None:
+    """Whole commands are tried in ``tests/test_documentation.py``."""
     for line in itertools.chain(*lines_of(page)):
-        command, arguments, overrides = line.partition("-m verl.trainer.main_ppo ")
-        if arguments or re.match(r"\++\w.*=", command):
-            # The dots of a page stand for the reader's own options.
-            words = shlex.split(overrides or command, comments=True)
-            compose("ppo_trainer", [word for word in words if word != "..."], VERL)
+        if re.match(r"\++\w.*=", line):
+            compose("ppo_trainer", shlex.split(line, comments=True), VERL)
 
 
 def test_the_pages_have_commands() -> None:
-    """Else the two tests above would look at none."""
+    """Else the tests above would look at none."""
     assert {"README.md", "gpu.md", "multi_node.md"} <= PAGES.keys()
     assert sum(map(len, PAGES.values())) > 25
 

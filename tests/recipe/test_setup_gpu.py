@@ -27,8 +27,13 @@ def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: st
     for name, text in {"uv": UV, "python": PYTHON}.items():
         (tmp_path / name).write_text(text.format(folder=tmp_path, python=sys.executable))
         (tmp_path / name).chmod(0o755)
-    variables = {"WHEEL": wheel, "ANY_MACHINE": "1", "PYTHON": str(tmp_path / "python")}
-    environment = {**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "WHEEL": wheel,
+        "ANY_MACHINE": "1",
+        "PYTHON": str(tmp_path / "python"),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     options = [] if wheel == "none" else ["--requirements-only"]
     command = ["bash", str(ROOT / "scripts/setup_gpu.sh"), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
