@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ def known_options(owner: type[BaseModel]) -> list[Option]:
     fixed = set().union(*getattr(owner, "names", {}).values())
     schemas = {
         name: {**about, **about.get("anyOf", [{}])[0]}
-        for name, about in owner.model_json_schema().get("properties", {}).items()
+        for name, about in owner.model_json_schema()["properties"].items()
         if name not in fixed
     }
     usual = owner()
@@ -145,7 +145,7 @@ def overview() -> list[str]:
         ratio = "not measured" if measured is None else f"{measured['ratio']:.2f}"
         source, _, read_at = method.source.removesuffix(")").partition(" (")
         first = BY_CLASS[type(method)][0]
-        if read_at and first is not method:
+        if first is not method:
             read_at = f"as `{first.name}`"
         source = source.replace("arXiv ", "")
         rows.append([f"`{method.name}`", method.formula, method.cost, ratio, source, read_at])
@@ -167,13 +167,13 @@ def overview() -> list[str]:
 def reference() -> list[str]:
     """Returns inputs and modes, the shared options, a section for each method, and the maps."""
     by_class = {owner: known_options(owner) for owner in BY_CLASS}
-    owners: dict[Option, dict[type[BaseMethod], str]] = {}
+    owners: dict[Option, dict[type[BaseMethod], str]] = defaultdict(dict)
     for owner, options in by_class.items():
         for option in options:
-            owners.setdefault(option.shared, {})[owner] = option.default
-    shared: dict[str, list[Option]] = {}
+            owners[option.shared][owner] = option.default
+    shared: dict[str, list[Option]] = defaultdict(list)
     for option in known_options(Method):
-        shared.setdefault(_owners(option.name), []).append(option)
+        shared[_owners(option.name)].append(option)
     defaults = {option.name: option.default for option in itertools.chain(*shared.values())}
     general = set(defaults)
     for option, by_owner in owners.items():
@@ -181,7 +181,7 @@ def reference() -> list[str]:
             usual, _ = Counter(by_owner.values()).most_common(1)[0]
             option = option._replace(default=defaults.setdefault(option.name, usual))
             heading = ", ".join(_heading(BY_CLASS[owner]) for owner in by_owner)
-            shared.setdefault(heading, []).append(option)
+            shared[heading].append(option)
     lines = [*_modes(), "", "## Shared options"]
     for heading, options in shared.items():
         lines += ["", f"{heading}:".capitalize(), ""]
@@ -203,7 +203,7 @@ def reference() -> list[str]:
             lines += ["", f"Other defaults: {', '.join(set_otherwise)}."]
     maps = []
     for name in KNOWN_MAPS:
-        meaning = " ".join(_paragraphs(inspect.getdoc(MAPS[name].function) or ""))
+        meaning = " ".join(_paragraphs(inspect.getdoc(MAPS[name].function)))
         values = ", ".join(
             f"`{option.name}` ({option.values})" for option in known_options(MAPS[name].options)
         )
@@ -215,13 +215,13 @@ def reference() -> list[str]:
 
 
 def _modes() -> list[str]:
-    reads: dict[str, list[BaseMethod]] = {}
-    uses: dict[str, list[BaseMethod]] = {}
+    reads: dict[str, list[BaseMethod]] = defaultdict(list)
+    uses: dict[str, list[BaseMethod]] = defaultdict(list)
     for method in KNOWN:
         columns = [WORDS.get(column, column) for column in READS if column in method.reads]
-        reads.setdefault(", ".join(columns) or "nothing", []).append(method)
+        reads[", ".join(columns) or "nothing"].append(method)
         if method.uses:
-            uses.setdefault(WORDS.get(method.uses, method.uses), []).append(method)
+            uses[WORDS.get(method.uses, method.uses)].append(method)
     rows = [[_heading(of_words), words] for words, of_words in reads.items()]
     passes = [f"{words} by {_heading(of_words)}" for words, of_words in uses.items()]
     unsharded = _heading(method for method in KNOWN if method.uses in verl_rules.NEEDED_WHOLE)
@@ -271,7 +271,7 @@ def _value(value: Any) -> str:
     text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
     if len(text) >= 90:
         text = f"{text[:35]} ..."
-    return f"`{text}`".replace("\n", "\\n")
+    return f"`{text}`"
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -286,8 +286,7 @@ def _paragraphs(text: str) -> list[str]:
 
 def _names(text: str) -> str:
     """Returns a docstring with its roles as the names that they show, and links to papers."""
-    text = re.sub(r":\w+:`~(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
-    text = re.sub(r"(?:``)?docs/(\w+)\.md(?:``)?", r"[\1](\1.md)", text)
+    text = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)
     text = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
     return re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text).replace("``", "`")
 
@@ -339,10 +338,10 @@ def _options(rule: Rule) -> str:
 
 def _of_rules(heading: str, rules: Iterable[Rule], *, warned: bool = False) -> list[str]:
     """Returns a table of options by reason: of the rules that refuse, or of those that warn, but for biases."""
-    by_reason: dict[str, dict[str, None]] = {}
+    by_reason: dict[str, dict[str, None]] = defaultdict(dict)
     for rule in rules:
         if rule.warned == warned and not _is_bias(rule):
-            by_reason.setdefault(_names(rule.because), {})[_options(rule)] = None
+            by_reason[_names(rule.because)][_options(rule)] = None
     rows = [[", ".join(options), why] for why, options in by_reason.items()]
     return table([heading, "because"], rows)
 
@@ -361,12 +360,10 @@ def patches() -> list[str]:
         for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
                 continue
-            docstring = _names(ast.get_docstring(node) or "").split("\nArgs:")[0]
+            docstring = _names(ast.get_docstring(node) or "")
             why, can_go, when = " ".join(docstring.split()).partition("Can go ")
             if can_go:
-                rows.append(
-                    [f"`{node.name}`", why.strip().partition(". ")[0], when.strip().rstrip(".")]
-                )
+                rows.append([f"`{node.name}`", why.strip().partition(". ")[0], when.rstrip(".")])
         lines += [f"### {heading}", "", f"[`{name}`](../{name})", ""]
         lines += [*table(["function", "what and why", "can go"], rows), ""]
     return lines
@@ -389,7 +386,7 @@ def contract() -> list[str]:
     lines.append("class Method:")
     for name in ("select", "prepare", "run", "scores", "weights"):
         member = getattr(Method, name)
-        sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0].rstrip(".")
+        sentence = inspect.getdoc(member).replace("\n", " ").partition(". ")[0]
         lines.append(f"    # {_names(sentence)}")
         lines.append(f"    def {name}({', '.join(inspect.signature(member).parameters)}): ...")
     return [*lines, "```"]
