@@ -72,7 +72,7 @@ class KilledRun:
                     self.everybody |= {*process.children(recursive=True)}
             return not living and self.run.done()
 
-        assert comes_true(is_over, seconds), f"were there: {self.everybody}"
+        assert comes_true(is_over, seconds, pause=1.0), f"were there: {self.everybody}"
 
     def kill_all(self) -> None:
         """A test that failed ends the processes that it leaves."""

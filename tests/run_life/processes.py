@@ -15,11 +15,13 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def comes_true(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
-    """Whether something comes true within this time."""
+def comes_true(
+    condition: Callable[[], Any], seconds: float = 60.0, pause: float = 0.05
+) -> bool:
+    """Whether something comes true within this time, in which it is asked after each pause."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(pause)
     return True
