@@ -277,7 +277,7 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
         run.kill()
 
 
-def test_the_switch_is_the_module_of_verlsstart(
+def test_the_switch_is_the_module_of_verls_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = dict(TRAINER_REGISTRY)
