@@ -131,19 +131,13 @@ def test_a_bad_row_is_dropped(
 
 def test_the_training_split_is_no_benchmark(tmp_path: Path) -> None:
     """Nor is a benchmark a training set; a file without a split in its name is read before one with it."""
-    files = (
-        ("gsm8k", "gsm8k_train.jsonl", False),
-        ("deepmath", "deepmath_test.jsonl", False),
-        ("gsm8k", "gsm8k_test.jsonl", True),
-        ("gsm8k", "gsm8k.jsonl", True),
-    )
-    for name, file, is_read in files:
-        (tmp_path / file).touch()
-        if is_read:
-            assert read_local(SPECS[name], tmp_path)[0] == str(tmp_path / file)
-            continue
+    for name, split in (("gsm8k", "train"), ("deepmath", "test")):
+        (tmp_path / f"{name}_{split}.jsonl").touch()
         with pytest.raises(ValueError, match=f"{name}.jsonl"):
             read_local(SPECS[name], tmp_path)
+    for file in (tmp_path / "gsm8k_test.jsonl", tmp_path / "gsm8k.jsonl"):
+        file.touch()
+        assert read_local(SPECS["gsm8k"], tmp_path)[0] == str(file)
 
 
 def test_the_hub(

@@ -48,10 +48,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def begin(folder: Path, **knobs: str) -> psutil.Popen:
-    variables = {"PATH": "/usr/bin:/bin", "OUTPUT_DIR": "out", **knobs}
-    command = ["bash", "examples/run_tiny_cpu_grail.sh"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return psutil.Popen(command, cwd=folder, env=variables, **pipes)
+    return psutil.Popen(
+        ["bash", "examples/run_tiny_cpu_grail.sh"],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "OUTPUT_DIR": "out", **knobs},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def start(folder: Path, **knobs: str) -> tuple[int, str]:

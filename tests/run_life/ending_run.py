@@ -81,7 +81,7 @@ class TaskRunner:
 
 if __name__ == "__main__":
     # As recipe.run_life sets it.
-    os.environ.update(RAY_process_group_cleanup_enabled="1")
+    os.environ["RAY_process_group_cleanup_enabled"] = "1"
     for tries in reversed(range(STARTS)):
         try:
             ray.init(num_cpus=4, include_dashboard=False)
@@ -89,11 +89,10 @@ if __name__ == "__main__":
         except Exception as error:
             if NOT_STARTED not in str(error) or not tries:
                 raise
-    settings = {
-        "default_local_dir": sys.argv[1],
-        "val_only": False,
-        "val_before_train": False,
-    }
-    rollout = {"name": "vllm"}
-    config = {"trainer": settings, "actor_rollout_ref": {"rollout": rollout}}
-    ray.get(TaskRunner.remote().run.remote(OmegaConf.create(config)))
+    options = [
+        f"trainer.default_local_dir={sys.argv[1]}",
+        "trainer.val_only=false",
+        "trainer.val_before_train=false",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
+    ray.get(TaskRunner.remote().run.remote(OmegaConf.from_dotlist(options)))
