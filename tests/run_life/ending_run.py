@@ -81,7 +81,7 @@ class TaskRunner:
 
 if __name__ == "__main__":
     # As recipe.run_life sets it.
-    os.environ["RAY_process_group_cleanup_enabled"] = "1"
+    os.environ.update(RAY_process_group_cleanup_enabled="1")
     for tries in reversed(range(STARTS)):
         try:
             ray.init(num_cpus=4, include_dashboard=False)
