@@ -139,8 +139,8 @@ def test_plain_computation(
         old = log_probs(subject(family), question, response, temperature)
         if given_old is not None:
             old = [given_old] * len(old)
-        asked = f"{question}\n\n{asking.replace('{privileged}', gold)}"
-        teacher = log_probs(subject(family), asked, response, temperature)
+        prompt = f"{question}\n\n{asking.replace('{privileged}', gold)}"
+        teacher = log_probs(subject(family), prompt, response, temperature)
         expected = []
         for new, old_log_prob in zip(teacher, old, strict=True):
             # An incorrect response is blamed for tokens that the teacher finds less probable.

@@ -59,9 +59,9 @@ def test_self_distillation_is_the_plain_mix():
         if examples[row] is None:
             assert advantages == [a] * len(encode(response))
             continue
-        asked = f"{question}{SHORT.replace('{privileged}', gold)}"
+        prompt = f"{question}{SHORT.replace('{privileged}', gold)}"
         old = log_probs(subject(), question, response)
-        teacher = log_probs(subject(), asked, response)
+        teacher = log_probs(subject(), prompt, response)
         expected = [
             0.3 * a + 0.7 * (new - earlier)
             for new, earlier in zip(teacher, old, strict=True)
