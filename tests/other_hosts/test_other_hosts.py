@@ -85,16 +85,12 @@ def run(
 ) -> str:
     """The output of a command in the folder, with nothing fetched or sent; another status than this fails the test."""
     path = [str(ROOT), str(ROOT / "packages/verl-cpu"), str(Path(sys.prefix) / "hosts")]
-    environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(path),
-        **variables,
-    }
+    environment = os.environ | ENVIRONMENT | variables
+    environment.update(PYTHONPATH=os.pathsep.join(path), RECORD=str(folder))
     done = subprocess.run(
         [sys.executable, "-m", module, *flags],
         cwd=folder,
-        env={**environment, "RECORD": str(folder)},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -106,17 +102,17 @@ def run(
 
 def check_receipts(folder: Path, tokens: Sequence[int]):
     """Each rollout's gradients arrive as intended, but for those of the planted fault; ``tokens``: of each rollout."""
-    problems: list[str] = []
+    problems = []
     records = read(folder / "receipt.jsonl", problems)
     assert not problems
     steps = sorted({record["step"] for record in records})
     assert len(steps) == ROLLOUTS
-    mismatches: dict[int, set[str]] = {step: set() for step in steps}
+    mismatches = {step: set() for step in steps}
     for record in records:
-        mismatches[record["step"]] |= {
-            finding["name"] for finding in record["findings"] if finding["mismatch"]
-        }
         assert record["updates"] == 2
+        for finding in record["findings"]:
+            if finding["mismatch"]:
+                mismatches[record["step"]].add(finding["name"])
     # The fault is planted in the third rollout.
     assert list(mismatches.values()) == [set()] * (ROLLOUTS - 1) + [{"flattened"}], records
     for step, count in zip(steps, tokens, strict=True):
@@ -159,8 +155,7 @@ def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | Non
 
 @pytest.mark.parametrize(("ranks", "loss"), [(1, "grpo"), (2, "dapo")])
 def test_ms_swift(folder: Path, ranks: int, loss: str):
-    batch = ["--per_device_train_batch_size", str(8 // ranks)]
-    flags = [*MS_SWIFT.split(), "--loss_type", loss, *batch]
+    flags = f"{MS_SWIFT} --loss_type {loss} --per_device_train_batch_size {8 // ranks}"
     variables = {
         "TOKEN_WEIGHTS": "grail",
         "TOKEN_WEIGHTS_RECEIPT": "receipt.jsonl",
@@ -168,7 +163,7 @@ def test_ms_swift(folder: Path, ranks: int, loss: str):
     }
     if ranks > 1:
         variables["NPROC_PER_NODE"] = str(ranks)
-    output = run(folder, "swift.cli.main", flags, **variables)
+    output = run(folder, "swift.cli.main", flags.split(), **variables)
     assert "grail/selected_rate" in output
     tokens = []
     differences = []
@@ -203,11 +198,9 @@ def test_ms_swift(folder: Path, ranks: int, loss: str):
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 2), (2, 3)])
 def test_openrlhf(folder: Path, ranks: int, zero_stage: int):
-    devices = ["--actor.num_gpus_per_node", str(ranks), "--ds.zero_stage", str(zero_stage)]
-    flags = [*OPENRLHF.split(), *devices]
-    output = run(
-        folder, "tests.other_hosts.openrlhf_cpu", [*flags, "--algo.kl.init_coef", "0"]
-    )
+    devices = f"--actor.num_gpus_per_node {ranks} --ds.zero_stage {zero_stage}"
+    flags = f"{OPENRLHF} {devices} --algo.kl.init_coef 0"
+    output = run(folder, "tests.other_hosts.openrlhf_cpu", flags.split())
     assert "'grail/selected_rate': " in output
     assert "'receipt/mismatches': 0" in output
     tokens = []
@@ -271,14 +264,10 @@ def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path):
 
 
 def test_ms_swift_refuses_by_name(folder: Path):
-    flags = [
-        *MS_SWIFT.split(),
-        "--per_device_train_batch_size",
-        "8",
-        "--importance_sampling_level",
-        "sequence",
-    ]
-    output = run(folder, "swift.cli.main", flags, status=1, TOKEN_WEIGHTS="grail")
+    flags = (
+        f"{MS_SWIFT} --per_device_train_batch_size 8 --importance_sampling_level sequence"
+    )
+    output = run(folder, "swift.cli.main", flags.split(), status=1, TOKEN_WEIGHTS="grail")
     assert (
         "ValueError: token weights (grail) do not work with --importance_sampling_level sequence"
         in output
