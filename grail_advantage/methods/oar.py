@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import Among, option, register
-from grail_advantage.methods.saliency import MapOptions, zero_padded
+from grail_advantage.methods.saliency import MapOptions, row_scores
 from grail_advantage.model.hooks import capture_leaf, gradient_at
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range
 
@@ -214,14 +214,8 @@ class Oar(MapOptions):
         j = self._divergence(clean, self._read(logits, tokens, counts)).sum()
         gradient = gradient_at(j, leaves[0])
         embeddings = (leaves[0].detach() if self._port else clean_embeddings[0]).float()
-        scores = micro.per_row((gradient * embeddings).sum(dim=-1).abs())
-        norms = micro.per_row(torch.linalg.vector_norm(gradient, dim=-1))
-        results = []
-        for row, scores_S, norms_S in zip(micro.rows, scores, norms, strict=True):
-            first, end = self._shaken(row)
-            scores_T = zero_padded(scores_S[first:end], end - first)
-            results.append(RowScores(scores_T, norms_S[row.start - 1 :]))
-        return results
+        scores = (gradient * embeddings).sum(dim=-1).abs()
+        return row_scores(micro, scores, gradient, self._shaken)
 
     @torch.no_grad()
     def _perturbation(self, row: Row, model: Model, forward: Forward, bar: tqdm) -> Tensor:

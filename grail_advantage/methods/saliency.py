@@ -11,16 +11,18 @@ under slips (docs/evidence.md); it chooses otherwise in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from grail_advantage.data import Row, RowScores
 from grail_advantage.method import Among, Gate, Mapped, Span, option, register
-from grail_advantage.model.interface import Model, Range, saliency_step
+from grail_advantage.model.hooks import capture_leaf, gradient_at
+from grail_advantage.model.interface import MicroBatch, Model, Range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,10 +36,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def zero_padded(values: Tensor, length: int) -> Tensor:
-    """Values of a response's tokens from the first on as scores (length,) of all: the answer does not depend on tokens
-    after the last one that has a value."""
-    return pad(values, (0, length - len(values)))
+def row_scores(
+    micro: MicroBatch, values_BS: Tensor, gradient_BSD: Tensor, range_of: Callable[[Row], Range]
+) -> list[RowScores]:
+    """Scores of each row, the values at a range of positions, and the norms of the gradient from the position on that
+    predicts the first response token. A forward may have ended before the end of the range: 0 there, as no answer
+    depends on what comes after it."""
+    norms_BS = torch.linalg.vector_norm(gradient_BSD, dim=-1)
+    results = []
+    for row, values_S, norms_S in zip(
+        micro.rows, micro.per_row(values_BS), micro.per_row(norms_BS), strict=True
+    ):
+        first, end = range_of(row)
+        scores_T = values_S[first:end]
+        scores_T = pad(scores_T, (0, end - first - len(scores_T)))
+        results.append(RowScores(scores_T, norms_S[row.start - 1 :]))
+    return results
 
 
 class MapOptions(Mapped):
@@ -84,21 +98,21 @@ class Saliency(Mapped):
         return replace(row, tokens=row.tokens[: self.target_positions(row)[1]])
 
     def run(self, rows: Sequence[Row], model: Model) -> list[RowScores]:
-        pairs = model.micro_batches(
-            rows,
-            lambda micro: saliency_step(
-                micro, [self.target_positions(row) for row in micro.rows], self.leaf
-            ),
-            gradients=True,
-        )
-        results = []
-        for row, (saliency, norms) in zip(rows, pairs, strict=True):
-            # The first token of a response from position 4 on takes the value of 3, or of 4.
-            first = row.start - (self.alignment == "predictor")
-            results.append(
-                RowScores(zero_padded(saliency[first:], row.length), norms[row.start - 1 :])
-            )
-        return results
+        return model.micro_batches(rows, self._step, gradients=True)
+
+    def _step(self, micro: MicroBatch) -> list[RowScores]:
+        """One forward and one backward to the activation. A micro-batch without any targets goes through both, too: other
+        ranks need its part in gathering parameters."""
+        with capture_leaf(micro.leaf(self.leaf)) as leaves:
+            loss = -micro.log_likelihood([self.target_positions(row) for row in micro.rows])
+        gradient = gradient_at(loss, leaves[0])
+        saliency = torch.linalg.vector_norm(gradient * leaves[0].detach().float(), dim=-1)
+        return row_scores(micro, saliency, gradient, self._scored)
+
+    def _scored(self, row: Row) -> Range:
+        """The positions whose saliency the response tokens take: of a response from 4 on, those from 3 on, or from 4."""
+        first = row.start - (self.alignment == "predictor")
+        return first, first + row.length
 
 
 @register("grail")

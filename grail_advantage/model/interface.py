@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from grail_advantage.model.hooks import at_head, capture_leaf, gradient_at
+from grail_advantage.model.hooks import at_head
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -180,17 +180,3 @@ def sequence_forward(
         nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
         for _ in rounds.wait():
             run(nothing_11, nothing_11[0], None)
-
-
-def saliency_step(
-    micro: MicroBatch, targets: Sequence[Range], leaf: str
-) -> list[tuple[Tensor, Tensor]]:
-    """``|| dL/dh * h ||_2`` and ``|| dL/dh ||_2`` of each row's positions, float32, by one forward and one backward to h,
-    the activation ``leaf``. L is the negative log-likelihood of each row's ``targets``, a range of prompt + response.
-    A micro-batch without any goes through both, too: other ranks need its part in gathering parameters."""
-    with capture_leaf(micro.leaf(leaf)) as leaves_BSD:
-        loss = -micro.log_likelihood(targets)
-    gradient_BSD = gradient_at(loss, leaves_BSD[0])
-    saliency_BS = torch.linalg.vector_norm(gradient_BSD * leaves_BSD[0].detach().float(), dim=-1)
-    norm_BS = torch.linalg.vector_norm(gradient_BSD, dim=-1)
-    return list(zip(micro.per_row(saliency_BS), micro.per_row(norm_BS), strict=True))
