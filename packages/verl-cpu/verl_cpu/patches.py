@@ -55,7 +55,7 @@ def pinned_memory_is_plain_memory() -> None:
     torch pins memory only next to an accelerator. Pinned memory holds the same values; it serves faster copies to a
     device. Can go when verl leaves the offload of the reference policy to the configuration.
     """
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign, assignment, return-value]
 
 
 class LabelLogProbs(torch.autograd.Function):
