@@ -1,6 +1,7 @@
 """Lists of rewards by turn, as data, reward functions and agent loops give them. A list is *flat* where no entry of it
 is a list. ValueError: no such list; :class:`UncertainError`: a number that is not finite, or one of no certain turn."""
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -41,7 +42,11 @@ def read_rewards(rewards: Any) -> tuple[list[list[float]], bool]:
             raise ValueError(
                 f"has the reward {entry!r}; give a number, None or a list of numbers for each turn"
             )
-        values = np.array(numbers, dtype=np.float64)
+        try:
+            values = np.array(numbers, dtype=np.float64)
+        except OverflowError:
+            # A whole number beyond the floats, as 10**400
+            values = np.array([math.inf])
         if not within_range(values).all():
             raise UncertainError(f"has the reward {entry!r}, which is not finite or too large")
         calls.append(values.tolist())

@@ -507,7 +507,7 @@ def _turn_rewards(rewards: Any, count: int, align: str | None) -> list[float | N
     """The rewards of the first of so many turns, ``None`` for one without; empty where it is not certain whose they are."""
     try:
         calls, is_flat = read_rewards(rewards)
-    except (ValueError, OverflowError):
+    except ValueError:
         return []
     # One reward a call does not tell whose it is, where a turn may have several calls.
     by_call = align == "calls" and count > 1 and is_flat

@@ -269,6 +269,7 @@ UNCERTAIN = [
     [1.0, 2.0, 0.5],
     [NAN, 2.0],
     [1e30, 2.0],
+    [10**400, 2],
     [[1.0, -math.inf], [0.0]],
     None,  # None: an outcome that is not finite
 ]
