@@ -240,7 +240,8 @@ class Oar(MapOptions):
         # Only plain attention keeps the keys and values of every position; a sliding window or a state does not, a cache
         # of a model's own may hold a state beside its layers, and that of prefix tuning begins with virtual tokens.
         if (
-            type(cache) is not DynamicCache
+            cache is None
+            or type(cache) is not DynamicCache
             or cache.get_seq_length() != length
             or any(type(layer) is not DynamicLayer for layer in cache.layers)
         ):
