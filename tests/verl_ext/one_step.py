@@ -201,11 +201,15 @@ class Workers:
         for row in rows_of(request):
             self.own.append(row.tokens)
             # By token and position.
-            values_S = (row.tokens * 31 + torch.arange(len(row.tokens)) * 17) % 11 / 11
-            values_P = 0.1 + values_S[row.start - 1 :]
-            scores.append(
-                RowScores(signal.of_row(row, values_P, values_P).scores, values_P)
+            values_S = (
+                0.1 + (row.tokens * 31 + torch.arange(len(row.tokens)) * 17) % 11 / 11
             )
+            first = row.start - (signal.alignment == "predictor")
+            # The row ends with the answer; no token after it has a score.
+            scores_T = torch.zeros(row.length)
+            scored_T = values_S[first:][: row.length]
+            scores_T[: len(scored_T)] = scored_T
+            scores.append(RowScores(scores_T, values_S[row.start - 1 :]))
         return build_reply(scores)
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
