@@ -95,9 +95,10 @@ def compute_score(
             equal = is_equal(gold, answer)
     except Exception as error:
         is_expected = isinstance(error, _verify_pool.VerifyFailed | ValueError)
+        message = "no verdict on %.100r against %s: %s"
         _log(
             str(error),
-            "no verdict on %.100r against %s: %s",
+            message,
             answer,
             shown(ground_truth),
             error,
@@ -153,15 +154,8 @@ def _states(gold: str, answer: str) -> bool:
     # Beside a ground truth with a name, the answer's name counts.
     if "=" not in gold:
         answer = _NAME.sub("", answer)
-    for gold_value, answer_value in dict.fromkeys(
-        zip(_readings(gold), _readings(answer), strict=True)
-    ):
-        verdict = gold_value == answer_value or _exact.same_number(gold_value, answer_value)
-        if verdict is None:
-            verdict = _verify_pool.verify(gold_value, answer_value)
-        if verdict:
-            return True
-    return False
+    readings = dict.fromkeys(zip(_readings(gold), _readings(answer), strict=True))
+    return any(_same_value(*reading) for reading in readings)
 
 
 def _readings(text: str) -> tuple[str, str, str]:
@@ -170,6 +164,13 @@ def _readings(text: str) -> tuple[str, str, str]:
     value = _PERCENT.sub("", text)
     hundredths = _PERCENT.sub("", _HUNDREDTHS.sub(r"\\frac{\g<0>}{100}", text))
     return value, hundredths, _E_NOTATION.sub(r"\1 \\times 10^{\2}", value)
+
+
+def _same_value(gold: str, answer: str) -> bool:
+    verdict = gold == answer or _exact.same_number(gold, answer)
+    if verdict is None:
+        return _verify_pool.verify(gold, answer)
+    return verdict
 
 
 def _printable(text: str) -> str:

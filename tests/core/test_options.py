@@ -115,6 +115,8 @@ CONTEXTS = {
         {"wrong": 0.25},
         {"elsewhere": 1},
     ],
+    # With 0 for incorrect responses nothing is left of the one that was cut off.
+    "mask_truncated": [{}, {"elsewhere": 1}],
     "statistics": [{}, {"wrong": 0.5}],
     "spread_over": [{"spread": True}],
     "normalize_mass": [{}, {"gate": "all", "reshaper": "top"}],

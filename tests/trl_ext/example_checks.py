@@ -213,7 +213,7 @@ def test_five_arms_run_once_each_and_uniform_is_stock(
     rates = [float(part[2]) * float(part[4]) for part in parts]
     assert abs(sum(rates) - float(everything[4])) < 0.03
     # What a forward rounds, less in float32 than in bfloat16
-    assert all(0 <= float(part[6]) <= float(part[7]) for part in parts)
+    assert all(0 <= float(part[6]) <= float(part[7].rstrip(" |")) for part in parts)
     assert all(float(part[6]) < 1e-4 for part in parts)
 
 
