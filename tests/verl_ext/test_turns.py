@@ -41,7 +41,9 @@ def _step(name: str, *overrides: str, **options: Any) -> Step:
     rows = {}
     for key, talk in TALKS.items():
         extra = {"turn_scores": [], "tool_rewards": list(talk.rewards)}
-        rows[key] = row_of(f"{key[0]}?", talk.parts, talk.outcome, extra_fields=extra)
+        # Prompts of one length would not be nested.
+        prompt = {"a": "Two?", "b": "Two and two?"}[key[0]]
+        rows[key] = row_of(prompt, talk.parts, talk.outcome, extra_fields=extra)
     return Step(*overrides, method=build(name, options), rows=rows)
 
 
