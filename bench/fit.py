@@ -70,6 +70,10 @@ def fit(cases: Sequence[Case], origin: str) -> tuple[Fit, list[str]]:
         raise ValueError(
             f"{origin}: {problems} problems have correct or incorrect responses with values; give {FEWEST} or more"
         )
+    if any(case.row.entropy_T is None for case in cases):
+        raise ValueError(
+            f"{origin}: no entropies, which fitted reads; analyze with --method entropy"
+        )
     features_NF = np.concatenate([features_of(case) for case in cases])
     input_NF = abs(tokens[[BASE]].to_numpy()) * features_NF
     by_fit = predicted(tokens, input_NF, signs)

@@ -172,7 +172,7 @@ def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path):
     assert gain.value > gain.half > 0
 
 
-def test_no_fit_is_written_for_shuffled_values_or_one_sign(folder: Path):
+def test_no_fit_is_written_for_shuffled_values_one_sign_or_no_entropies(folder: Path):
     generator = np.random.default_rng(0)
     shuffled = []
     for case in credit.read(folder)[0]:
@@ -183,6 +183,9 @@ def test_no_fit_is_written_for_shuffled_values_or_one_sign(folder: Path):
         fit(shuffled, "shuffled")
     with pytest.raises(ValueError, match="0 problems"):
         fit([case for case in shuffled if case.advantage < 0], "one sign")
+    shuffled[0].row.entropy_T = None
+    with pytest.raises(ValueError, match="--method entropy"):
+        fit(shuffled, "no entropies")
 
 
 class Planted(AdvantageMethod):
