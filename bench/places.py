@@ -10,6 +10,7 @@ Shape suffixes: T response tokens, N compared tokens, M steps.
 """
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,11 +59,14 @@ class Record(NamedTuple):
 
 
 def rows_of(folder: Path) -> list[DumpRow]:
-    """The responses of a folder. ValueError: one of its files cannot be read."""
+    """The responses of a folder. ValueError: one of its files cannot be read, or two have one id."""
     dump = read_dump(folder)
     rows = list(dump)
     if dump.problems:
         raise ValueError(f"{folder}: {'; '.join(dump.problems)}")
+    for key, count in Counter(row.key for row in rows).items():
+        if count > 1:
+            raise ValueError(f"{folder}: two responses have the id {key}; give each its own")
     return rows
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import torch
 
 from bench import table
 from bench.__main__ import main
-from bench.places import Label, Record, by_step
+from bench.places import Label, Record, by_step, rows_of
 from bench.statistics import above_controls, holm
 from bench.table import ALIKE, FINDS, NOTHING, PLACED, SPARES, UNSCORED
 from grail_advantage import AdvantageMethod, Method, Rollouts, Weights
@@ -155,6 +156,15 @@ def folder(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def summary(folder: Path) -> tuple[dict[str, list[Record]], dict[str, table.Figures]]:
     records, _ = table.read(folder)
     return records, {name: table.figures_of(entries) for name, entries in records.items()}
+
+
+def test_two_responses_of_one_id_are_refused(folder: Path, tmp_path: Path):
+    """As in a folder to which somebody copied a file of another analysis."""
+    merged = shutil.copytree(folder, tmp_path / "merged")
+    last = max(merged.glob("step_*.parquet"))
+    shutil.copy(last, last.with_name("step_000999.parquet"))
+    with pytest.raises(ValueError, match="two responses have the id a"):
+        rows_of(merged)
 
 
 def test_planted_methods_get_their_verdicts(folder: Path):
