@@ -24,6 +24,7 @@ import torch
 from grail_advantage.analyze.lines import Response, read_responses
 from grail_advantage.analyze.methods import methods_for
 from grail_advantage.analyze.models import (
+    ANOTHER,
     check_fits,
     check_options,
     digest,
@@ -34,7 +35,7 @@ from grail_advantage.analyze.tokens import labels_of, tokenize, with_messages
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import advice, found_elsewhere, is_low
 from grail_advantage.answers.text import TokenTexts
-from grail_advantage.api import PlainHost
+from grail_advantage.api import MOST_UNKNOWN, PlainHost
 from grail_advantage.data import (
     OF_POLICY,
     OLD_LOG_PROBS,
@@ -368,8 +369,17 @@ def _rollouts(
     texts: TokenTexts,
     answer: AnswerFormat,
 ) -> Rollouts:
-    """Give the responses in token space, with their labels."""
+    """Give the responses in token space, with their labels; ValueError for ids that the tokenizer does not have."""
     prompts, prompt_ids, ids = zip(*(tokenize(row, tokenizer) for row in responses), strict=True)
+    # Once: a large vocabulary takes a while to count.
+    vocabulary = len(tokenizer)
+    unknown = [sum(token >= vocabulary for token in ids_T) for ids_T in ids]
+    if sum(unknown) > MOST_UNKNOWN * sum(map(len, ids)):
+        first = next(row for row, count in zip(responses, unknown, strict=True) if count)
+        raise ValueError(
+            f"{first.id}: token id {max(first.response)} is not in the tokenizer's vocabulary of {vocabulary}, as many in "
+            f"the file; {ANOTHER}"
+        )
     lengths_B1 = torch.tensor([[len(ids_T)] for ids_T in ids])
     rewards = [row.reward for row in responses]
     names = [row.id for row in responses]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from grail_advantage.answers.tokenizers import load_tokenizer
-from grail_advantage.api import MOST_UNKNOWN
 from grail_advantage.data import Rollouts
 from grail_advantage.text_io import why
 
@@ -93,18 +92,14 @@ def check_options(temperature: float, tokens: int, device: str) -> None:
 
 
 def check_fits(model: PreTrainedModel, r: Rollouts) -> None:
-    """Raise ValueError, naming a response, for a length or token ids that the model does not have, or many ids that its
-    tokenizer does not have."""
+    """Raise ValueError, naming a response, for token ids or a length that the model does not have."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    # Embeddings are often padded, so that a model may write an id now and then that is no token.
-    if (r.tokens >= len(r.tokenizer)).sum() > MOST_UNKNOWN * r.mask.sum():
-        vocabulary = len(r.tokenizer)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     for key, prompt, response in zip(r.keys, r.prompts, r.responses, strict=True):
         row = torch.cat([prompt, response])
         if int(row.max()) >= vocabulary:
             raise ValueError(
-                f"{key}: token id {int(row.max())} is not one of the {vocabulary} of the model and its tokenizer; {ANOTHER}"
+                f"{key}: token id {int(row.max())} is not one of the model's {vocabulary}; {ANOTHER}"
             )
         if len(row) > positions:
             raise ValueError(
