@@ -182,19 +182,14 @@ def log_probs_of(model: torch.nn.Module, rows: Sequence[DumpRow]) -> list[torch.
     ]
 
 
-def rounding(model: torch.nn.Module, exact: torch.nn.Module, rows: Sequence[DumpRow]) -> np.ndarray:
-    """How far each token's log-probability (N,) is from that of the same weights in float64."""
-    rounded = torch.cat(log_probs_of(model, rows))
-    return (rounded - torch.cat(log_probs_of(exact, rows))).abs().numpy()
-
-
 def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
     """Print, by the tokens' probability before the update, how often those with an advantage moved with it, and beside
     their median change what one forward of the first model rounds."""
     folder = FOLDER / f"{task}_model"
-    load = partial(AutoModelForCausalLM.from_pretrained, folder)
-    exact = load(dtype=torch.float64)
-    models = [load(dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]
     lines = []
     for arm in arms:
         folders = [Run(task, arm, seed, "").folder / "tokens" for seed in range(seeds)]
@@ -208,7 +203,9 @@ def print_effects(task: str, arms: Sequence[str], seeds: int) -> None:
         probability_N = np.exp(log_prob_N)
         credited_N = mask_N & (advantage_N != 0) & np.isfinite(effect_N)
         size_N = np.where(credited_N, abs(effect_N), 0.0)
-        roundings = [rounding(model, exact, measured) for model in models]
+        exact_N, *rounded = [torch.cat(log_probs_of(model, measured)).numpy() for model in models]
+        # How far each log-probability is from that of the same weights in float64
+        roundings = [abs(log_probs_N - exact_N) for log_probs_N in rounded]
         for name, (low, high) in PROBABILITIES.items():
             part_N = credited_N & (probability_N > low) & (probability_N <= high)
             if not part_N.any():
