@@ -167,8 +167,12 @@ def test_no_answer_is_run(tmp_path: Path) -> None:
 
 def gone(pids: list[int], seconds: float = 60.0) -> bool:
     """Whether none of these processes runs any more, within this time."""
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return comes_true(lambda: not any(map(lives, processes)), seconds)
+
+    def some_run() -> bool:
+        # One that ends meanwhile is left out.
+        return any(process.pid in pids and lives(process) for process in psutil.process_iter())
+
+    return comes_true(lambda: not some_run(), seconds)
 
 
 @pytest.mark.slow
