@@ -40,11 +40,11 @@ LEAST = 3
 FOLLOWS = "follows credit"
 BASE = "the response's advantage"
 EARLIER = "earlier first"
-NOISE = "noise"
-PLANTED = "planted"
+NOISE = "random noise"
+PLANTED = "half of the continuations"
 BEYOND = "beyond place"
 COSINE = "cosine less uniform's"
-# Columns of a table of tokens or steps; no method's name has a space.
+# Columns of a table of tokens or steps. No method's name has a space, so that none is a reference's or a column's.
 TRUTH = ["credit by rollouts", "credit by one half", "credit by the other half"]
 CHANGE = "change of the log-probability"
 RULE = (
@@ -54,7 +54,7 @@ RULE = (
     "problems' responses of as many steps. Cosine: over all tokens of all responses. The noise of K is taken out by two "
     "halves of the continuations, so that right credit has 1 at any K; a cell is empty where the credit is not above its "
     "noise. Loss: AUROC of the step with the largest significant loss of value, and its least difference from the controls "
-    f"of docs/bench.md. '{PLANTED}' is credit by half of the continuations, judged by the other half. Steps have means, "
+    f"of docs/bench.md. '{PLANTED}': the credit by them, judged by the other half. Steps have means, "
     "as their tokens share one coefficient in the true gradient: sums would score lengths. Sizes count, not ranks: after "
     "an error all values are about 0, and their order is noise at any K. Effect, where analyze --after measured it: the share "
     "of the update's change of log-probabilities, by size, that went where the method's token advantages point. ± is half of "
