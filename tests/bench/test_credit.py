@@ -136,7 +136,12 @@ def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[
     assert rows["step_values"][1].startswith("+0.")
     assert rows["probability"][1].startswith("-0.")
     assert rows["uniform"].count("+0.00 ± 0.00") >= 3
-    references = {"half of the continuations", "earlier first", "kind alone", "random noise"}
+    references = {
+        "half of the continuations",
+        "earlier first",
+        "kind alone",
+        "random noise",
+    }
     assert references < rows.keys()
     # No line has an effect, so there is no column of it.
     assert "effect" not in rows["method"]

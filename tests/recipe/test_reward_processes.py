@@ -170,7 +170,9 @@ def gone(pids: list[int], seconds: float = 60.0) -> bool:
 
     def some_run() -> bool:
         # One that ends meanwhile is left out.
-        return any(process.pid in pids and lives(process) for process in psutil.process_iter())
+        return any(
+            process.pid in pids and lives(process) for process in psutil.process_iter()
+        )
 
     return comes_true(lambda: not some_run(), seconds)
 
