@@ -59,11 +59,6 @@ def main(arguments: Sequence[str]) -> None:
     rows = read_responses(options.file)
     check_rows(rows, options.length)
     settings, lines = begun(options, "values")
-    if [line.get("id") for line in lines] != [row.id for row in rows[: len(lines)]]:
-        raise ValueError(
-            f"{options.out} does not hold the first lines of {options.file}; name another file"
-        )
-
     tokenizer, _ = model_for(options)
     texts = TokenTexts(tokenizer)
     separator = compile_expression(options.separator, "--separator")
@@ -93,6 +88,12 @@ def main(arguments: Sequence[str]) -> None:
             "reward": reward,
         }
         items.append(({**record, "id": row.id, "reward": reward, "values": values}, keys))
+    # An earlier start wrote the first lines, which have all of their records.
+    for line, (record, _) in zip(lines, items, strict=False):
+        if {**line, "values": None} != {**record, "values": None}:
+            raise ValueError(
+                f"{options.out} does not hold the first lines of {options.file}; name another file"
+            )
     draw = drawer(options, "continuations", [keys[0][0] for _, keys in items])
     # By prompt, beginning of the response and ground truth; continuations of equal ones are drawn once.
     digits = {}
