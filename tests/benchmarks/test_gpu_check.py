@@ -28,8 +28,7 @@ def outcome(folder: Path) -> Outcome:
 
 def checked_dry(folder: Path, part: str, python: Path | str) -> subprocess.CompletedProcess:
     """A part of the check at toy size, by this interpreter."""
-    script = ROOT / "scripts/gpu_check.sh"
-    line = ["bash", script, "--dry", part, "--results", folder]
+    line = ["bash", ROOT / "scripts/gpu_check.sh", "--dry", part, "--results", folder]
     environment = {**os.environ, "PYTHON": str(python)}
     return subprocess.run(line, env=environment, capture_output=True, text=True)
 
@@ -278,27 +277,8 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(
 
 @pytest.mark.slow
 def test_part_a_needs_torch_transformers_and_pydantic_alone():
-    packages = set(
-        [
-            "verl",
-            "tensordict",
-            "omegaconf",
-            "hydra",
-            "pyarrow",
-            "ray",
-            "vllm",
-            "math_verify",
-            "pandas",
-            "datasets",
-        ]
-    )
+    others = "verl tensordict omegaconf hydra pyarrow ray vllm math_verify pandas datasets"
     imports = "sys, benchmarks.gpu_check.__main__, benchmarks.gpu_check.plain"
-    program = f"import {imports}; print({packages} & {{*sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "set()\n"
+    program = f"import {imports}; print({set(others.split())} & {{*sys.modules}})"
+    command = [sys.executable, "-c", program]
+    assert subprocess.check_output(command, cwd=ROOT, text=True) == "set()\n"

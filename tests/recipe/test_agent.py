@@ -34,7 +34,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_agent_tokenizer()
 
 
-def test_calls_of_the_tool_that_are_nearly_right() -> None:
+def test_calls_of_the_tool_that_are_nearly_right():
     # A step too early takes up the first one all the same.
     assert check(CHAIN, 0, "12-3=9") == ("12", -1.0)
     assert check(CHAIN, 1, "12-3=09") == check(CHAIN, 1, "11-3=8") == ("9", -1.0)
@@ -111,7 +111,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str):
     texts, replies, rewards, perfect = CONVERSATIONS[name]
     output, writer = run_loop(tokenizer, texts)
     ids: list[int] = []
@@ -136,7 +136,7 @@ def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str
     assert compute_score("", text, "9", extra) == expected
 
 
-def test_the_model_can_do_the_task_and_seldom_does_when_it_samples() -> None:
+def test_the_model_can_do_the_task_and_seldom_does_when_it_samples():
     chosen = problems("validation", 64, seed=0)
     greedy = measure(*load_agent(), chosen, temperature=0.0)
     sampled = measure(*load_agent(), chosen)

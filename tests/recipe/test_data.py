@@ -47,7 +47,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return pq.read_table(file).to_pylist()
 
 
-def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> None:
+def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path):
     """verl concatenates its validation files, which fails where a column's type differs."""
     sets = [
         "--train",
@@ -75,7 +75,7 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["college_math", "olympiadbench"])
 def test_the_published_problems_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+):
     ids = list(PUBLISHED_SUBSETS[name])
     assert len(set(ids)) == 200
     rows = []
@@ -100,7 +100,7 @@ def test_the_published_problems_are_found(
     )
 
 
-def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
+def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path):
     """Its text is what Python makes of the published one, a plain string."""
     suffix = " Please reason step by step, and put your final answer within \boxed{}."
     problem = {"problem": "What is $1 + 1$?", "answer": "2"}
@@ -117,7 +117,7 @@ def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path) -> None:
 )
 def test_a_bad_row_is_dropped(
     tmp_path: Path, name: str, row: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """Line 2 is blank, which is no error but keeps its number. Of too many bad rows nothing is written."""
     good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
@@ -129,7 +129,7 @@ def test_a_bad_row_is_dropped(
     )
 
 
-def test_the_training_split_is_no_benchmark(tmp_path: Path) -> None:
+def test_the_training_split_is_no_benchmark(tmp_path: Path):
     """Nor is a benchmark a training set; a file without a split in its name is read before one with it."""
     for name, split in (("gsm8k", "train"), ("deepmath", "test")):
         (tmp_path / f"{name}_{split}.jsonl").touch()
@@ -142,7 +142,7 @@ def test_the_training_split_is_no_benchmark(tmp_path: Path) -> None:
 
 def test_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """``load_dataset`` takes a folder for a hub id, so all but the download runs."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     bad = '{"id": 8, "problem": "p", "answer": ""}\n'
@@ -195,9 +195,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_the_example_for_trl_reads_the_text_that_is_in_a_file(
-    kind: str, tmp_path: Path
-) -> None:
+def test_the_example_for_trl_reads_the_text_that_is_in_a_file(kind: str, tmp_path: Path):
     file = tmp_path / f"rows.{kind}"
     WRITERS[kind](file)
     assert list(problems(str(file))["solution"]) == list(TEXTS)
@@ -205,7 +203,7 @@ def test_the_example_for_trl_reads_the_text_that_is_in_a_file(
 
 def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     lines = [
         json.dumps({"question": f"{i}+1", "answer": f"So #### {i + 1}"}) for i in range(20)
@@ -227,9 +225,7 @@ def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
             problems(str(tmp_path / "bad.jsonl"))
 
 
-def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted() -> (
-    None
-):
+def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss_accepted():
     for gold in (
         r"\frac{3}{4}",
         "10,080",
@@ -247,7 +243,7 @@ def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss
 )
 def test_prompt_of_a_base_model_by_verls_own_builder(
     build: Any, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Once the beginning-of-text token, where there is one. No space after the colon: the answer's first token brings
     its own, as in the model's training text."""
     tokenizer = build()

@@ -71,7 +71,7 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def test_hand_case(pair: Path) -> None:
+def test_hand_case(pair: Path):
     results = read(pair / "a/results.json")
     names = ("acc@3", "pass@3", "tokens", "unanswered", "truncated")
     rows = (*results["benchmarks"].values(), results["mean"], results["weighted_mean"])
@@ -88,7 +88,7 @@ def test_hand_case(pair: Path) -> None:
     assert boxed == pytest.approx([140 / 5, 133 / 7, (28 + 19) / 2, (2 * 28 + 3 * 19) / 5])
 
 
-def test_intervals() -> None:
+def test_intervals():
     """They are quantiles of the means of problems drawn with replacement."""
     random = np.random.default_rng(1)
     table = pd.DataFrame({"acc": random.random(7)})
@@ -100,7 +100,7 @@ def test_intervals() -> None:
     assert [figure["low"], figure["high"]] == pytest.approx(interval, abs=0.02)
 
 
-def test_paired_comparison(pair: Path) -> None:
+def test_paired_comparison(pair: Path):
     """Of aime24, A has 1/6 and B 1/2 of the samples correct: by problem 1/3 more. Of amc23 both are the same."""
     compare(pair, "--output-dir", str(pair))
     result = read(pair / "comparison.json")["benchmarks"]
@@ -124,7 +124,7 @@ def test_paired_comparison(pair: Path) -> None:
 @pytest.mark.slow
 def test_both_graders_where_cuda_fills_the_address_space(
     pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """4 GB in every process that grades, as one with CUDA's torch maps. The first grader gives the first files again."""
     path = pair / "a/generations.jsonl"
     text = path.read_text().replace("{10}", r"{1000\\%}")
@@ -147,7 +147,7 @@ def test_both_graders_where_cuda_fills_the_address_space(
     assert {file: file.read_bytes() for file in path.parent.iterdir()} == files
 
 
-def test_the_script_hands_on_its_arguments() -> None:
+def test_the_script_hands_on_its_arguments():
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(PRINTS)}
     output = subprocess.check_output(
         [*SCRIPT, "--compare", "a", "b c"], env=environment, text=True
@@ -166,11 +166,11 @@ BOXES = {
 }
 
 
-def test_the_published_box() -> None:
+def test_the_published_box():
     assert {text: published_box(text) for text in BOXES} == BOXES
 
 
-def test_samples_survive_a_kill(tmp_path: Path) -> None:
+def test_samples_survive_a_kill(tmp_path: Path):
     """A line that was cut off, even within a character, costs that line only, and so does one that is no sample."""
     path = tmp_path / "generations.jsonl"
     lines = A.to_json(orient="records", lines=True).splitlines(keepends=True)
@@ -219,7 +219,7 @@ ODD_SCORES = {
 
 
 @pytest.mark.parametrize("name", [*ODD_RESULTS, *ODD_SCORES])
-def test_files_of_others_are_refused_in_a_sentence(pair: Path, name: str) -> None:
+def test_files_of_others_are_refused_in_a_sentence(pair: Path, name: str):
     results, part = ODD_RESULTS.get(name, ({"run": RUN}, ""))
     scores, part = ODD_SCORES.get(name, ([SCORE], part))
     write(pair / "b", results, scores)
@@ -228,9 +228,7 @@ def test_files_of_others_are_refused_in_a_sentence(pair: Path, name: str) -> Non
     assert part in str(refused.value) and str(refused.value).isprintable()
 
 
-def test_names_of_others_are_shown_escaped(
-    pair: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_others_are_shown_escaped(pair: Path, capsys: pytest.CaptureFixture[str]):
     """Of the model, of a benchmark and of an option, on the terminal and in the page."""
     run = {**RUN, "model": f"m{ESCAPE}", f"option{ESCAPE}": f"value{ESCAPE}"}
     for name in ("a", "b"):
@@ -244,7 +242,7 @@ def test_names_of_others_are_shown_escaped(
         )
 
 
-def test_scores_and_results_are_of_one_evaluation(pair: Path) -> None:
+def test_scores_and_results_are_of_one_evaluation(pair: Path):
     """A kill between two files of another grading, and samples of another model that was begun in their place."""
     compare(pair)
     path = pair / "a/scores.jsonl"
@@ -266,7 +264,7 @@ def test_scores_and_results_are_of_one_evaluation(pair: Path) -> None:
             command(pair)
 
 
-def test_samples_of_other_settings_are_not_continued(tmp_path: Path) -> None:
+def test_samples_of_other_settings_are_not_continued(tmp_path: Path):
     path = tmp_path / "generations.jsonl"
     open_samples(path, SAMPLING).close()
     for change, message in (
@@ -312,7 +310,7 @@ class Engine:
 
 def test_every_sample_has_a_seed_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """By the evaluation's seed, benchmark, problem and number: the first eight bytes of sha256("0/amc23/0/2"), halved."""
     # The import of vLLM's own takes ten seconds.
     kinds = SimpleNamespace(FINAL_ONLY=2)
@@ -358,7 +356,7 @@ def adapter(folder: Path) -> PeftModel:
 @pytest.mark.slow
 def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """verl's merger leaves the base's weights beside the adapter, and gives it the scale 0 where none is said."""
     merges = []
 
@@ -393,7 +391,7 @@ def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
     assert torch.allclose(logits(second), 2 * merged, rtol=0.05, atol=0.5)
 
 
-def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path) -> None:
+def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path):
     """A part that a kill or a copy left out is named, and an adapter with what to do, before anything is merged or sampled."""
     complete = tmp_path / "whole"
     step = save(complete)
@@ -432,7 +430,7 @@ SMALL = ("config.json", "generation_config.json", "tokenizer.json", "chat_templa
 )
 def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
     kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """With huggingface_hub's own choice of files by patterns."""
 
     def download(name: str, **patterns: Any) -> str:
@@ -447,7 +445,7 @@ def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
 
 
 @pytest.mark.nightly
-def test_the_command_resumes(tmp_path: Path) -> None:
+def test_the_command_resumes(tmp_path: Path):
     """Through the script: merging a verl checkpoint, an engine; then another from what a kill would leave."""
     truths = [{"style": "rule", "ground_truth": f"{i}"} for i in range(12)]
     rows = {

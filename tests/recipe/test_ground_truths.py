@@ -28,7 +28,7 @@ PLAIN: list[tuple[Any, str, str]] = [
 ]  # fmt: skip
 
 
-def test_plain_meanings_are_read() -> None:
+def test_plain_meanings_are_read():
     cases = [(truth, box, 1.0) for truth, box, _ in PLAIN]
     assert misjudged([*cases, *((truth, box, 0.0) for truth, _, box in PLAIN)]) == []
 
@@ -51,7 +51,7 @@ UNUSABLE: list[Any] = [
 
 def test_what_cannot_be_read_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """Also where the response has no box."""
     for truth in UNUSABLE:
         caplog.clear()
@@ -68,7 +68,7 @@ def test_what_cannot_be_read_is_said_once(
         assert record.getMessage().startswith("row 7: ground_truth is ")
 
 
-def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture):
     check = reward.check_ground_truths
     assert check(["5", None, Decimal("3.5"), *[{}] * 9, "x" * 1001], "here") == [
         1,
@@ -91,7 +91,7 @@ def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture) -> 
 
 def test_runs_with_verl_name_files_and_rows_before_they_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     truths = {
         "good.parquet": ["5"],
         "decimals.parquet": [Decimal("3.50")],

@@ -161,7 +161,7 @@ def assert_has(config: DictConfig, options: str, clone: Path) -> None:
     assert {name: OmegaConf.select(config, name) for name in expected} == expected
 
 
-def test_every_knob_of_a_run_on_gpus(clone: Path) -> None:
+def test_every_knob_of_a_run_on_gpus(clone: Path):
     knobs = {"ADV_ESTIMATOR": "grail", "DATA_DIR": "/data", "LOGGER": "console,wandb"}
     options = FOLLOWS
     for line in KNOBS.strip().splitlines():
@@ -177,7 +177,7 @@ def test_every_knob_of_a_run_on_gpus(clone: Path) -> None:
     assert_has(config, options, clone)
 
 
-def test_every_knob_of_the_agent(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_knob_of_the_agent(clone: Path, monkeypatch: pytest.MonkeyPatch):
     """It runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is not added again."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     script = "run_tiny_cpu_agent.sh"
@@ -189,7 +189,7 @@ def test_every_knob_of_the_agent(clone: Path, monkeypatch: pytest.MonkeyPatch) -
     assert uniform.run.folder == f"{clone}/out/seed0/uniform"
 
 
-def test_cores_of_one_machine() -> None:
+def test_cores_of_one_machine():
     """Ray is told of more than a small machine has, unless a cluster is there already."""
     script = "run_one_gpu_grail.sh"
     assert configuration(script, NGPUS_PER_NODE="2").ray_kwargs.ray_init.num_cpus == 11
@@ -210,7 +210,7 @@ ARMS = {
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_arm_is_a_run_of_verl(arm: str) -> None:
+def test_an_arm_is_a_run_of_verl(arm: str):
     estimator, control, _ = ARMS[arm]
     config = configuration("run_five_arms.sh", "trainer.test_freq=7", SEEDS="3", ARMS=arm)
     assert config.algorithm.adv_estimator == estimator
@@ -222,7 +222,7 @@ def test_an_arm_is_a_run_of_verl(arm: str) -> None:
     )
 
 
-def test_the_arms_are_runs_of_trl_seed_by_seed() -> None:
+def test_the_arms_are_runs_of_trl_seed_by_seed():
     knobs = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "TRAINER": "trl", "SEEDS": "3 4"}
     command = ["bash", unused() / "examples/run_five_arms.sh", "--steps", "9"]
     output = subprocess.check_output(command, env=knobs, text=True)
@@ -232,12 +232,12 @@ def test_the_arms_are_runs_of_trl_seed_by_seed() -> None:
         assert f"{options} --seed {seed} " in start and "--vllm --steps 9" in start
 
 
-def test_an_arm_that_is_none_starts_nothing() -> None:
+def test_an_arm_that_is_none_starts_nothing():
     with pytest.raises(ValueError, match="ARMS="):
         _words("run_five_arms.sh", project=unused(), ARMS="grail,answer")
 
 
-def test_three_words_three_things() -> None:
+def test_three_words_three_things():
     """``uniform``, the baseline; ``grpo``, all of verl's own; ``dr_grpo``, verl's estimator with this recipe's loss."""
     verls = compose("ppo_trainer", ["actor_rollout_ref.actor.strategy=fsdp2"], VERL)
     names = ["grail", "uniform", "grpo", "dr_grpo"]
@@ -272,7 +272,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_is_named_by_its_configuration(name: str) -> None:
+def test_a_run_is_named_by_its_configuration(name: str):
     """An override renames the run as the knob does, and both train the same."""
     knob, override = NAMES[name]
     config = container(GPUS, **dict([knob.split("=")] if knob else []))
@@ -310,9 +310,7 @@ OF_OTHER_SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", [GPUS, CPU])
-def test_a_name_or_a_value_that_is_not_read_starts_nothing(
-    script: str, clone: Path
-) -> None:
+def test_a_name_or_a_value_that_is_not_read_starts_nothing(script: str, clone: Path):
     """Else the run would train with something else than it was asked for, under the same name."""
     knobs = dict.fromkeys([*UNREADABLE.split(), *OF_OTHER_SCRIPTS[script].split()], "")
     for knob, remedy in {**RENAMED, **knobs}.items():
@@ -330,7 +328,7 @@ my runs|lr=1e-6|(old)|été|a,b|it's|a"b|x{1}|[x]|a:b|~|$HOME|a\b|#1|*|a;b
 @pytest.mark.parametrize("odd", ODD_NAMES.strip().split("|"))
 def test_any_folder_and_any_name_arrive_as_they_are(
     odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Of the clone, the data, the model, its tokenizer, the run and the project; one file, a list of them and the default."""
     project = shutil.copytree(unused(), tmp_path / odd, symlinks=True)
     monkeypatch.setenv("PWD", str(project))
@@ -401,7 +399,7 @@ PAGES = {page.name: starts for page in DOCUMENTS if (starts := commands(page))}
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_work_one_after_the_other(
     page: str, clone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Each finds the folders of those before, with a checkpoint, and either has one of its own or resumes."""
     for script, arguments, knobs in PAGES[page]:
         # A method of a package that is not installed here; five configurations, which have a test of their own.
@@ -426,20 +424,20 @@ def test_the_commands_of_a_page_work_one_after_the_other(
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
-def test_verls_own_command_takes_what_a_page_adds_to_it(page: Path) -> None:
+def test_verls_own_command_takes_what_a_page_adds_to_it(page: Path):
     """Whole commands are tried in ``tests/test_documentation.py``."""
     for line in itertools.chain(*lines_of(page)):
         if re.match(r"\++\w.*=", line):
             compose("ppo_trainer", shlex.split(line, comments=True), VERL)
 
 
-def test_the_pages_have_commands() -> None:
+def test_the_pages_have_commands():
     """Else the tests above would look at none."""
     assert {"README.md", "gpu.md", "multi_node.md"} <= PAGES.keys()
     assert sum(map(len, PAGES.values())) > 25
 
 
-def test_the_file_of_all_options_is_current() -> None:
+def test_the_file_of_all_options_is_current():
     remedy = "run python -m grail_advantage.verl_ext.settings"
     assert OPTIONS_FILE.read_text() == options_yaml(), remedy
 
@@ -459,7 +457,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_published_setup(name: str) -> None:
+def test_published_setup(name: str):
     path, response_length, template, estimator = MODELS[name]
     config = configuration(f"run_{name}_grail.sh", ADV_ESTIMATOR=estimator)
     # All start-up checks: verl's, and that micro-batches have room for one response.
@@ -494,7 +492,7 @@ def test_published_setup(name: str) -> None:
     assert (model.path, model.custom_chat_template) == (path, template)
 
 
-def test_loss_is_the_published_one() -> None:
+def test_loss_is_the_published_one():
     """Clipped surrogate summed over tokens / (responses x longest response), over 16 ranks of 2 micro-batches each.
 
     FSDP averages gradients over the ranks, so the mean over them of verl's loss must be the loss of the whole batch.
@@ -538,7 +536,7 @@ def test_loss_is_the_published_one() -> None:
     torch.testing.assert_close(sum(losses) / ranks, expected, rtol=1e-9, atol=0)
 
 
-def test_the_published_ratio_is_trls() -> None:
+def test_the_published_ratio_is_trls():
     """``sequence_mask`` with the cap 3.0: the product of a response's ratios, 0 above the cap."""
     torch.manual_seed(0)
     log_ratios = torch.randn(64, 5) / 2
@@ -557,7 +555,7 @@ def test_the_published_ratio_is_trls() -> None:
     assert (ratios > 3).sum() > 3, "some are above the cap"
 
 
-def test_any_number_of_processes_makes_the_published_batch() -> None:
+def test_any_number_of_processes_makes_the_published_batch():
     for processes in (1, 2, 4, 8):
         arguments = trl_arguments(processes)
         rows = (

@@ -75,7 +75,7 @@ def cases_of(row: dict[str, Any]) -> list[Case]:
     ]
 
 
-def test_the_last_complete_box_counts() -> None:
+def test_the_last_complete_box_counts():
     for text, answer in {
         "": None, r"\boxed{5": None, r"\boxed{}": "", r"first \boxed{4}, then \boxed{5}. Done": "5",
         r"\boxed{5} and \boxed{6": "5", r"\boxed{\boxed{5}}": r"\boxed{5}", "é\\boxed{π\ud800}": "π\ud800",
@@ -96,7 +96,7 @@ def test_the_last_complete_box_counts() -> None:
     json.dumps(result, ensure_ascii=False).encode("utf-8")
 
 
-def test_the_table_of_verdicts() -> None:
+def test_the_table_of_verdicts():
     """Twenty or more of each kind that was once judged wrongly somewhere; the JSON lines have the ground truths, and
     boxes that math-verify alone would read in part."""
     rows = json_lines(HERE / "verdicts.jsonl")
@@ -108,7 +108,7 @@ def test_the_table_of_verdicts() -> None:
 @pytest.mark.parametrize(
     ("half", "count"), [(0, 402), pytest.param(1, 399, marks=pytest.mark.nightly)]
 )
-def test_random_answers_and_the_same_changed_in_one_place(half: int, count: int) -> None:
+def test_random_answers_and_the_same_changed_in_one_place(half: int, count: int):
     """240 expressions in ten styles, whose values were compared at two points modulo a prime in which -1 has a root, and
     150 numbers, lists, sets and tuples of fractions: no judge computed what is right. The normal form is its own."""
     rows = json_lines(HERE / "verdict_properties.jsonl")[half::2]
@@ -118,7 +118,7 @@ def test_random_answers_and_the_same_changed_in_one_place(half: int, count: int)
         assert normal(text) == text
 
 
-def test_each_rule_is_needed_for_its_example() -> None:
+def test_each_rule_is_needed_for_its_example():
     for rule in RULES:
         example = text = rule[0]
         for applied in RULES:
@@ -130,7 +130,7 @@ def test_each_rule_is_needed_for_its_example() -> None:
 
 
 @pytest.mark.slow
-def test_answers_of_public_bug_reports() -> None:
+def test_answers_of_public_bug_reports():
     pairs = []
     for case in json_lines(DATA / "answer_cases.jsonl"):
         if case["input"].keys() == {"gold", "box"}:
@@ -141,7 +141,7 @@ def test_answers_of_public_bug_reports() -> None:
 
 
 @pytest.mark.slow
-def test_number_path_agrees_with_math_verify() -> None:
+def test_number_path_agrees_with_math_verify():
     """Numbers are compared without math-verify; it has to say the same, also of a rounded copy of the ground truth."""
     rng = random.Random(0)
     for digits in [None, 3, 5, 6, 9] * 8:
@@ -157,7 +157,7 @@ SAMPLES = ("college_math_sample5", "minerva_math_sample5", "olympiadbench_sample
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test", "aime24", "amc23", *SAMPLES])
-def test_gold_answers_accept_themselves(name: str) -> None:
+def test_gold_answers_accept_themselves(name: str):
     spec = SPECS[name.removesuffix("_test").removesuffix("_sample5")]
     rows = [convert(spec, row) for row in json_lines(DATA / f"{name}.jsonl")]
     golds = [row["reward_model"]["ground_truth"] for row in rows]

@@ -69,7 +69,7 @@ HANGING = (
 @pytest.mark.slow
 def test_hostile_answers_score_zero_and_leave_a_working_pool(
     short_limit: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     caplog.set_level("DEBUG", "grail_advantage.reward")
     responses = hostile_responses(tmp_path / "marker")
     with ThreadPoolExecutor(8) as executor:
@@ -150,7 +150,7 @@ for answer in answers:
 
 
 @pytest.mark.slow
-def test_no_answer_is_run(tmp_path: Path) -> None:
+def test_no_answer_is_run(tmp_path: Path):
     """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
     responses = hostile_responses(tmp_path / "marker").values()
     answers = [reward.last_boxed(response) or "" for response in responses]
@@ -180,7 +180,7 @@ def gone(pids: list[int], seconds: float = 60.0) -> bool:
 @pytest.mark.slow
 def test_killed_and_stopped_processes_are_replaced(
     short_limit: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """And none of them gets a key of the program's."""
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "2")
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -213,7 +213,7 @@ def test_killed_and_stopped_processes_are_replaced(
 
 
 @pytest.mark.slow
-def test_a_worker_ends_if_its_server_did_before_it_was_bound_to_it() -> None:
+def test_a_worker_ends_if_its_server_did_before_it_was_bound_to_it():
     """Else it would keep the connections open, and a question to another worker would wait for all of the patience."""
     program = "import _verify_worker as worker, multiprocessing as m; a, b = m.Pipe(); worker.work(b, 1.0, server=1)"
     folder = Path(reward.__file__).parent
@@ -243,7 +243,7 @@ say(3)
 
 
 @pytest.mark.slow
-def test_a_fork_has_its_own_workers_and_none_outlives_its_program() -> None:
+def test_a_fork_has_its_own_workers_and_none_outlives_its_program():
     """Neither an idle worker nor one that hangs, of a program that had no chance to clean up."""
     with subprocess.Popen([sys.executable, "-c", FORKED], stdout=-1, text=True) as process:
         # First, in the fork, and after the fork.

@@ -21,7 +21,7 @@ exec {python} "$@"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wheel", ["fits", "of another torch", "none"])
-def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: str) -> None:
+def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: str):
     """A wheel that cannot be imported is taken out again. verl's plug-in loads, and packages/verl-cpu can be imported; this
     takes ten seconds, so that the other two install the requirements alone."""
     for name, text in {"uv": UV, "python": PYTHON}.items():

@@ -31,7 +31,7 @@ from verl_cpu.tiny.task import (
 )
 
 
-def test_problems_and_solutions() -> None:
+def test_problems_and_solutions():
     """Answers agree with Python, problems depend on the seed alone, splits share none, and each slip is an error."""
     rng = random.Random(3)
     train = problems("train", 400, seed=5)
@@ -58,7 +58,7 @@ def test_problems_and_solutions() -> None:
 CHAIN = Problem.parse("7+5-3")
 
 
-def test_find_errors_by_hand() -> None:
+def test_find_errors_by_hand():
     for line in Path(__file__).with_name("tiny_errors.jsonl").read_text().splitlines():
         row = json.loads(line)
         expected = [StepError(*error) for error in row["errors"]]
@@ -68,7 +68,7 @@ def test_find_errors_by_hand() -> None:
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2"
 
 
-def test_a_wrong_rule_becomes_the_likeliest_token() -> None:
+def test_a_wrong_rule_becomes_the_likeliest_token():
     """Taught 7 + 5 = 2 each time, the model writes it; taught 7 + 5 = 12, it does not."""
     for no_carry_rate, greedy_accuracy in ((1.0, 0.0), (0.0, 1.0)):
         model, tokenizer = shipped.load_shipped()
@@ -87,7 +87,7 @@ def test_a_wrong_rule_becomes_the_likeliest_token() -> None:
 @pytest.mark.slow
 def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(
     tmp_path: Path,
-) -> None:
+):
     assert prepare(tmp_path) and not prepare(tmp_path)
     for split, size in (("train", 4096), ("validation", 256)):
         rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
@@ -121,7 +121,7 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
 )
 def test_a_record_is_that_of_todays_settings_and_of_its_weights(
     folder: Path, settings: Any, load: Any
-) -> None:
+):
     record = json.loads((folder / shipped.RECORD).read_text())
     assert record["settings"] == asdict(settings)
     assert record["sha256"] == shipped.weights_digest(folder)

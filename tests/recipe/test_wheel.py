@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.nightly
 
 
-def test_an_installed_package(tmp_path: Path) -> None:
+def test_an_installed_package(tmp_path: Path):
     """Its commands of docs/works_with.md#extras, a page with its parts in it, no other package; and verl's own command
     finds the file of all options with a configuration of one's own."""
     # setuptools leaves its build folder next to the source, hence the copy.

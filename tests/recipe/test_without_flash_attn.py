@@ -68,7 +68,7 @@ def model(attention: str, **window: Any) -> PreTrainedModel:
 )
 def test_packed_responses_are_those_alone(
     window: dict, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Four
     heads of queries share two of keys."""
     monkeypatch.setattr(kernels.varlen, "varlen_attn", plain_varlen_attn)
@@ -101,7 +101,7 @@ NOT_THERE = [
 
 
 @pytest.mark.parametrize("option", NOT_THERE)
-def test_what_the_kernels_do_not_have_is_refused(option: dict, kernels: ModuleType) -> None:
+def test_what_the_kernels_do_not_have_is_refused(option: dict, kernels: ModuleType):
     sizes = {"rows": 1, "cached": 0, **option}
     query = torch.randn(sizes["rows"], 4, 5, 8)
     key = torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
@@ -128,7 +128,7 @@ def asked(model: DictConfig) -> tuple[Any, Any]:
     return model.external_lib, model.override_config.get("attn_implementation")
 
 
-def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any) -> None:
+def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any):
     """sdpa for padded rows, which these kernels do not take. The user's own modules stay."""
     ours = "recipe.without_flash_attn"
     assert (
@@ -144,7 +144,7 @@ def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any) -> None:
 
 def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(
     begun: Any, tmp_path: Path
-) -> None:
+):
     """Who reads a checkpoint's config.json need not know these kernels; the user's own options are in it."""
     for part in load_shipped():
         part.save_pretrained(tmp_path / "model")
@@ -155,7 +155,7 @@ def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(
     assert ATTENTION not in config.to_json_string() and config.attention_dropout == 0.25
 
 
-def test_what_needs_flash_attn_is_refused_before_ray(begun: Any) -> None:
+def test_what_needs_flash_attn_is_refused_before_ray(begun: Any):
     with pytest.raises(ValueError, match="pip install --no-deps -e packages/verl-cpu"):
         begun("", SDPA)
     with pytest.raises(ValueError, match=f"{SLICES} needs flash-attn"):

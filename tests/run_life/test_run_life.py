@@ -104,7 +104,7 @@ def begun(folder: Path) -> Path:
     return folder
 
 
-def test_what_may_change(begun: Path) -> None:
+def test_what_may_change(begun: Path):
     """Each pattern names options."""
     names = set()
     for name in ("grail_trainer", "cpu_trainer"):
@@ -114,7 +114,7 @@ def test_what_may_change(begun: Path) -> None:
         prepare(_compose(begun, *line.split()))
 
 
-def test_everything_else_defines_a_run(begun: Path) -> None:
+def test_everything_else_defines_a_run(begun: Path):
     for option, (stored, value) in DEFINES.items():
         message = _refused(begun, f"{option}={value}")
         assert f"  {option.lstrip('+')}: {stored!r} there, {value!r} here\n" in message
@@ -129,7 +129,7 @@ def test_everything_else_defines_a_run(begun: Path) -> None:
     }
 
 
-def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
+def test_from_the_start_or_a_named_checkpoint(begun: Path):
     """Two runs' checkpoints in one folder would be told apart by nothing."""
     mode = "trainer.resume_mode=resume_path"
     named = (mode, f"trainer.resume_from_path={begun}/checkpoints/global_step_10")
@@ -156,7 +156,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_that_was_written_anew_is_another_run_s(file: str, tmp_path: Path) -> None:
+def test_a_file_that_was_written_anew_is_another_run_s(file: str, tmp_path: Path):
     """Under the same name. A clone, its data and its model may move."""
 
     def overrides(clone: Path) -> list[str]:
@@ -176,7 +176,7 @@ def test_a_file_that_was_written_anew_is_another_run_s(file: str, tmp_path: Path
     assert f"  {FILES[file]} ({file.split('/')[0]}): another content" in refused
 
 
-def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path) -> None:
+def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path):
     """It may hold anything."""
     path = begun / "checkpoints" / RUN_DEFINITION
     stored = json.loads(path.read_text())
@@ -195,7 +195,7 @@ def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path) -> None:
 
 def test_a_folder_is_only_moved_away_after_its_check(
     begun: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """By scripts/train_cpu.sh: FRESH=1 lets no other run resume."""
     monkeypatch.setenv("FRESH", "1")
     assert "data.seed" in _refused(begun, "data.seed=7")
@@ -203,7 +203,7 @@ def test_a_folder_is_only_moved_away_after_its_check(
     prepare(_compose(begun, "data.seed=7"))
 
 
-def test_a_dumps_folder_belongs_to_a_run(folder: Path) -> None:
+def test_a_dumps_folder_belongs_to_a_run(folder: Path):
     """As that of the checkpoints does; an empty one is nobody's."""
     start(folder, "data.seed=7")
     start(folder)
@@ -212,7 +212,7 @@ def test_a_dumps_folder_belongs_to_a_run(folder: Path) -> None:
     start(folder)
 
 
-def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
+def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path):
     last = _save(begun, 50)
     with pytest.raises(SystemExit) as ended:
         start(begun)
@@ -234,7 +234,7 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
 
 def test_the_last_checkpoints_of_all_starts_stay(
     folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """With what others put beside verl's files, and steps that are to be written again."""
     monkeypatch.setattr(run_life, "STARTS", ["recipe.run_life"])
     folders = [_save(folder, step) for step in (2, 4, 6, 8, 100)]
@@ -258,7 +258,7 @@ def _run_with_children(folder: Path, connection: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
+def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path):
     """A process that is killed leaves no lock, whatever becomes of its children; a check takes none."""
     receiver, sender = forked.FORKS.Pipe(duplex=False)
     run = forked.fork(_run_with_children, folder, sender)
@@ -279,7 +279,7 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path) -> None:
 
 def test_the_switch_is_the_module_of_verls_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     registry = dict(TRAINER_REGISTRY)
     monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry)
     run_life.register_trainers()
@@ -295,7 +295,7 @@ def test_the_switch_is_the_module_of_verls_start(
     assert config.trainer.v1.trainer_mode == "grail_sync"
 
 
-def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of verl's own logger: later lines, and a cut one, go when a run resumes before them."""
     path = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(path))
@@ -318,7 +318,7 @@ def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_the_first_start_alone_validates_before_training(
     step: int, only: bool, validates: bool, monkeypatch: Any
-) -> None:
+):
     """But for a run that does nothing else; the configuration's own value is for every start."""
     seen: list[bool] = []
 
@@ -350,7 +350,7 @@ class _Batches:
 class _Ordered(KeptRun, _Batches): ...
 
 
-def test_keys_go_by_step_and_place_and_rows_by_keys() -> None:
+def test_keys_go_by_step_and_place_and_rows_by_keys():
     """However the responses arrived; a session's outputs by their numbers."""
     trainer = _Ordered()
     fetched = []
@@ -417,7 +417,7 @@ def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
 
 def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     seeds = _seeds(monkeypatch)
     assert _seeds(monkeypatch, uid="b") == seeds, "whenever, and under whatever key"
     changes = {"run": 1, "step": 2, "validate": True, "session_id": 1, "index": 6}

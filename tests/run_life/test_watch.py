@@ -32,7 +32,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return dead
 
 
-def test_an_error_is_explained_by_a_death_alone(dead: list[str]) -> None:
+def test_an_error_is_explained_by_a_death_alone(dead: list[str]):
     watched = Watch(list, list)
     with pytest.raises(OSError), watched.guard():
         raise OSError("the disk is full")
@@ -45,9 +45,7 @@ def test_an_error_is_explained_by_a_death_alone(dead: list[str]) -> None:
         pass
 
 
-def test_the_trainer_is_interrupted(
-    dead: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_is_interrupted(dead: list[str], monkeypatch: pytest.MonkeyPatch):
     """In a lock, as verl's, and though Ctrl-C is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     monkeypatch.setattr(watch, "INTERVAL", 0.05)
@@ -60,7 +58,7 @@ def test_the_trainer_is_interrupted(
 
 def test_an_engine_is_dead_if_its_server_says_so_twice(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """A server that is slow is not."""
     monkeypatch.setattr(watch, "SECONDS", 0.5)
     status = [200]
@@ -87,7 +85,7 @@ def test_an_engine_is_dead_if_its_server_says_so_twice(
 @pytest.mark.parametrize(("name", "status"), [("worker", 1), ("driver", -signal.SIGKILL)])
 def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
     tmp_path: Path, name: str, status: int
-) -> None:
+):
     """A process of the user's has died before, and ended nothing."""
     command = [sys.executable, "-m", "tests.run_life.ending_run", str(tmp_path)]
     root = Path(__file__).parents[2]
