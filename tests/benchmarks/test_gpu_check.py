@@ -277,8 +277,10 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(
 
 @pytest.mark.slow
 def test_part_a_needs_torch_transformers_and_pydantic_alone():
-    others = "verl tensordict omegaconf hydra pyarrow ray vllm math_verify pandas datasets"
+    packages = (
+        "verl tensordict omegaconf hydra pyarrow ray vllm math_verify pandas datasets"
+    )
     imports = "sys, benchmarks.gpu_check.__main__, benchmarks.gpu_check.plain"
-    program = f"import {imports}; print({set(others.split())} & {{*sys.modules}})"
+    program = f"import {imports}; print({set(packages.split())} & {{*sys.modules}})"
     command = [sys.executable, "-c", program]
     assert subprocess.check_output(command, cwd=ROOT, text=True) == "set()\n"
