@@ -42,7 +42,6 @@ torch.set_num_threads(1)
 GROUPS = [
     "verl_ext/test_passes.py verl_ext/test_updates.py verl_ext/test_checks.py "
     "run_life/test_run_life.py benchmarks/test_benchmarks.py",
-    "trl_ext/test_trl_runs.py",
     "trl_ext/test_trl.py",
     "verl_ext/test_methods_run.py recipe/test_evaluate.py",
     "verl_ext/test_only_weights.py benchmarks/test_gpu_check.py",

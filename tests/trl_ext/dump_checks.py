@@ -1,5 +1,5 @@
 """The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), its files, and what tokens receive in TRL's
-updates; run by test_trl_runs.py with TRL on the path."""
+updates; run by test_trl.py with TRL on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``examples/trl_grail.py`` on a CPU with a tiny model; run by test_trl_runs.py with TRL on the path.
+"""``examples/trl_grail.py`` on a CPU with a tiny model; run by test_trl.py with TRL on the path.
 
 ``--bf16``, with which come bfloat16 and gradient checkpointing, is what the example takes by itself on a GPU alone.
 """

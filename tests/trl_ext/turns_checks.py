@@ -1,4 +1,4 @@
-"""Credit by turn in TRL, with tools and environments; run by test_trl_runs.py with TRL on the path."""
+"""Credit by turn in TRL, with tools and environments; run by test_trl.py with TRL on the path."""
 
 from __future__ import annotations
 

@@ -154,6 +154,7 @@ INFERENCE: dict[str, Pass] = {
 }
 OWN = {**SALIENCY, **GRADIENT, **PERTURBATION, **INFERENCE}
 """Passes: method, temperature, micro-batches."""
+OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 ORIGINAL = {"use_orig_params": True}
 SETUPS = {
     "fsdp2, lora": Setup(model="qwen3-tied", adapter="adapter"),
@@ -161,9 +162,7 @@ SETUPS = {
         model="llama-tied", strategy="fsdp", checkpointing=False
     ),
     "fsdp2, packed": Setup(packed=True),
-    "fsdp, parameters offloaded": Setup(
-        strategy="fsdp", options={"param_offload": True, "optimizer_offload": True}
-    ),
+    "fsdp, parameters offloaded": Setup(strategy="fsdp", options=OFFLOADED),
     "fsdp2, parameters offloaded by FSDP2": Setup(options={"offload_policy": True}),
     "fsdp2, activations offloaded": Setup(activation_offload=True),
     "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
@@ -301,18 +300,20 @@ AGGREGATIONS = (
 SCALE = 24
 TEMPERATURE = 0.8
 PLAIN_UPDATE = ("vanilla", TOKEN_MEAN)
-EVERY_AGGREGATION = [("vanilla", mode) for mode in AGGREGATIONS]
-EVERY_LOSS = [*EVERY_AGGREGATION, *((loss, TOKEN_MEAN) for loss in LOSSES[1:])]
+EVERY_LOSS = [
+    *(("vanilla", mode) for mode in AGGREGATIONS),
+    *((loss, TOKEN_MEAN) for loss in LOSSES[1:]),
+]
 UPDATES = {
     "packed, a token budget": (Setup(packed=True), Sizes(budget=60), EVERY_LOSS),
     "padded, fixed micro-batches": (
         Setup(strategy="fsdp"),
         Sizes(rows=2),
-        EVERY_AGGREGATION,
+        [PLAIN_UPDATE, ("vanilla", "seq-mean-token-mean")],
     ),
     "lora": (Setup(adapter="adapter"), Sizes(rows=4), [PLAIN_UPDATE]),
     "parameters offloaded": (
-        Setup(options={"param_offload": True, "optimizer_offload": True}),
+        Setup(options=OFFLOADED),
         Sizes(budget=60),
         [PLAIN_UPDATE],
     ),
@@ -323,6 +324,8 @@ UPDATES = {
     ),
 }
 """Each with its losses and aggregations."""
+LAYOUTS = [name for name in UPDATES if name not in ("lora", "parameters offloaded")]
+"""How responses lie in a forward."""
 
 
 def epochs_of(loss: tuple[str, str]) -> int:
@@ -547,17 +550,16 @@ class Rank:
         }
 
     def own_forward(self, name: str) -> dict[Any, Any]:
-        """The update as one mini-batch, by epochs and mode: with old log-probabilities of verl's forward, and with those of
-        the update's own."""
+        """Two epochs of the update as one mini-batch, by mode: with old log-probabilities of verl's forward, and with those
+        of the update's own."""
         updates = Updates(self, name, mini_batches=1)
         columns = verls_forward(training_worker(updates.engine), updates.rows)
         for row, old_T in zip(updates.rows, columns["old_log_probs"], strict=True):
             row["old_log_probs"] = old_T
         results: dict[Any, Any] = {"columns": columns}
         results["places"] = [int(row[PLACES][0]) for row in updates.rows]
-        for epochs in (1, 2):
-            for mode in ("verl", "reused", "reused, skipped, watched"):
-                results[epochs, mode] = updates.run(PLAIN_UPDATE, mode, epochs)
+        for mode in ("verl", "reused", "reused, skipped, watched"):
+            results[mode] = updates.run(PLAIN_UPDATE, mode, epochs=2)
         return results
 
 
@@ -609,7 +611,7 @@ class AllRows(TokenWeightDetachActorWorker):
 ON_FOUR = [name for name, setup in SETUPS.items() if setup.ranks == 4]
 ON_TWO = [name for name in SETUPS if name not in ON_FOUR]
 PARTS: dict[str, dict[str, Collection[str]]] = {
-    "updates": {"updates": UPDATES, "own_forward": UPDATES},
+    "updates": {"updates": UPDATES, "own_forward": LAYOUTS},
     "families": {"family": FAMILIES},
     "2": {"held": ["fsdp2"], "later_update": PLAIN, "passes": ON_TWO},
     "4": {"passes": ON_FOUR},

@@ -1,6 +1,7 @@
 """verl's trainer as a host: its token dump is that of a plain model, see ``tests/hosts.py``."""
 
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class ModelWorkers:
         return batch
 
     def compute_token_scores(self, request: TensorDict) -> TensorDict:
+        # As Ray sends it.
+        request = pickle.loads(pickle.dumps(request))
         model = HuggingFaceModel(
             tiny_model(),
             char_tokenizer(),

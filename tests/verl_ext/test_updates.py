@@ -205,30 +205,25 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(
     assert clipped > 4
 
 
-@pytest.mark.parametrize("setup", UPDATES)
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("setup", ranks.LAYOUTS)
 def test_the_updates_own_forward_gives_the_old_log_probabilities(
-    setup: str, epochs: int, results: list[Results]
+    setup: str, results: list[Results]
 ):
     """The update is the one with verl's forward before it, with and without zero-advantage responses; its columns are those
     of that forward."""
     for result in [result["own_forward"][setup] for result in results]:
-        verl = result[epochs, "verl"]
+        verl = result["verl"]
         places = result["places"]
         trained = [place for place in places if _trained()[place]]
         for mode, updated in (("reused", places), ("reused, skipped, watched", trained)):
-            reused = result[epochs, mode]
+            reused = result[mode]
             for gradients in zip(reused["gradients"], verl["gradients"], strict=True):
                 _assert_close(*gradients)
             _assert_close(reused["parameters"], verl["parameters"])
             if reused["metrics"]:
                 # In the first epoch the ratio is 1, as the old log-probabilities are its own.
                 ratios = reused["metrics"]["actor/ppo_kl"]
-                assert (
-                    len(ratios) >= epochs
-                    and ratios[0] == 0
-                    and (epochs == 1 or any(ratios))
-                )
+                assert ratios[0] == 0 and any(ratios)
                 assert "actor/entropy_loss" not in reused["metrics"]
             for name, columns in reused["own_forward"].items():
                 of_verl = dict(zip(places, result["columns"][name], strict=True))
