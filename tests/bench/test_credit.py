@@ -1,6 +1,7 @@
 """Values by rollouts of the tiny model against its known errors, the table against planted credit, and the fit."""
 
 import json
+import random
 import re
 from collections import defaultdict
 from itertools import chain
@@ -24,7 +25,7 @@ from grail_advantage.methods.fitted import read_fit
 from tests.bench.common import MODEL, analyzed, lines_in, sampled
 from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.sampling import prompt_ids, sample
-from verl_cpu.tiny.task import Problem, compute_score, find_errors
+from verl_cpu.tiny.task import Problem, compute_score, solve
 
 SAMPLES = 8
 
@@ -122,8 +123,13 @@ def test_significant_losses_are_the_first_errors(folder: Path):
     # Enough of them, so that the loop says something.
     assert len(losses) > 8 and counts["incorrect"] > 30
     for case in losses:
-        errors = find_errors(Problem.parse(case.row.key.split("/")[0]), case.row.response)
-        assert errors[0].step == case.label.step
+        problem = Problem.parse(case.row.key.split("/")[0])
+        worked = solve(problem, 0.0, random.Random(0)).split(";")
+        pairs = enumerate(zip(case.row.response.split(";"), worked, strict=False))
+        # What it writes first that the worked solution does not.
+        assert case.label.step == next(
+            step for step, (written, right) in pairs if written != right
+        )
 
 
 def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[str]):

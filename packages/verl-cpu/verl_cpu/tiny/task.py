@@ -1,12 +1,10 @@
-"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every incorrect
-step.
+"""Chains of one-digit additions and subtractions, and their worked solutions.
 
     problem    7+5-3                        (the task chain_sum of reasoning-gym)
     solution   7+5=12;12-3=9;\\boxed{9}
 
 Solutions are written with incorrect steps at a known rate, and the next step starts from the incorrect result. A model
-trained on them knows the sums but slips when it samples, which reinforcement learning can correct. Every step can be
-recomputed, so ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
+trained on them knows the sums but slips when it samples, which reinforcement learning can correct.
 """
 
 import importlib.util
@@ -22,7 +20,6 @@ from typing import Literal, Self
 Split = Literal["train", "validation"]
 
 _PROBLEM = re.compile(r"\d(?:[+-]\d)+", re.ASCII)
-STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)", re.ASCII)
 SHORT = "{left}={result};"
 LONG = "{left}={result}, so we have {result} by now;"
 """Wordings of a step; with the longer one a solution has 87 to 186 tokens, 125 on average."""
@@ -67,23 +64,6 @@ class Problem:
     @property
     def answer(self) -> int:
         return self.values[-1]
-
-
-@dataclass(frozen=True)
-class StepError:
-    """An error in a response. ``step`` counts from 0; ``start`` and ``end`` are character offsets, half-open. ``kind``:
-
-    ``result``: the result of a step that does not follow from the step's own left side;
-    ``copy``: the left side of a step that is not the running value with the problem's next operator and term;
-    ``answer``: the boxed text, when it is not the running value taken through all steps that were left unwritten.
-    """
-
-    step: int
-    start: int
-    end: int
-    kind: Literal["result", "copy", "answer"]
-    written: str
-    expected: str
 
 
 def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
@@ -169,39 +149,6 @@ def compute_score(
 ) -> float:
     """Reward function for verl: 1 where the last complete box holds the answer, else 0."""
     return float(boxed_answer(solution_str) == ground_truth)
-
-
-def find_errors(problem: Problem, response: str) -> list[StepError]:
-    """Recompute every written step of ``response`` and return the errors in the order of the text. They are not
-    inherited: a step that correctly continues from an incorrect result is correct. Text that is not a step is passed
-    over. A response with a complete box and no error has the correct answer."""
-    boxes = list(_BOXED.finditer(response))
-    reasoning_end = boxes[-1].start() if boxes else len(response)
-    errors = []
-    value = problem.first
-    step = 0
-    # What is behind the last box is no reasoning.
-    for match in STEP.finditer(response, 0, reasoning_end):
-        first, operator, term, result = match.groups()
-        written = f"{first}{operator}{term}"
-        # A step after the problem's last is one too many.
-        expected = ""
-        if step < len(problem.steps):
-            expected = "{}{}{}".format(value, *problem.steps[step])
-        if written != expected:
-            errors.append(StepError(step, match.start(1), match.end(3), "copy", written, expected))
-        right_result = str(_apply(int(first), operator, int(term)))
-        if result != right_result:
-            errors.append(StepError(step, *match.span(4), "result", result, right_result))
-        value = int(result)
-        step += 1
-    if boxes:
-        for operator, term in problem.steps[step:]:
-            value = _apply(value, operator, term)
-        written = boxes[-1][1]
-        if written != str(value):
-            errors.append(StepError(step, *boxes[-1].span(1), "answer", written, str(value)))
-    return errors
 
 
 def _apply(value: int, operator: str, term: int) -> int:
