@@ -4,8 +4,6 @@ They are of the labelled answers in examples/, as README's commands show them: a
 methods, and the page's rollouts in a headless Chromium (``CHROMIUM``, or on the path).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

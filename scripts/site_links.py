@@ -1,8 +1,6 @@
 """A hook of mkdocs. The site begins with the first parts of the front page; links that leave the site go to the
 repository (``project.urls.Repository`` of ``pyproject.toml``, set at publication), or are plain text."""
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

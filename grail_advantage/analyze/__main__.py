@@ -9,8 +9,6 @@ response, or null for none. ``values`` are those of ``python -m bench values``. 
 ask for.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """This module reads existing responses: JSON lines, verl's and TRL's own files, and where steps and errors are in
 texts."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """This module tells how a command line names the methods of an analysis, and which of them fit the lines."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

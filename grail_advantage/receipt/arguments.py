@@ -1,7 +1,5 @@
 """What :func:`grail_advantage.receipt.check` refuses, by the argument's name. Shape suffixes as in :mod:`.losses`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Shape suffixes: B responses of the rollout batch, N those of all optimiser steps, T response tokens, G groups of the N.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

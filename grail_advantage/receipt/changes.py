@@ -3,8 +3,6 @@
 Shape suffixes as in :mod:`.arrived`; K and P are some of the tokens, and pairs of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -5,8 +5,6 @@ A record has ``step`` and ``update`` (of the training step), ``loss``, ``finding
 ``seen_from``, ``responses`` (seen, of all).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import defaultdict

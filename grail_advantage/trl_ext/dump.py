@@ -2,8 +2,6 @@
 nothing in here stops once it has begun. Step S is TRL's ``global_step`` after the update that the responses were made
 for, as in its logs, which go into ``metrics.jsonl`` of ``output_dir``."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

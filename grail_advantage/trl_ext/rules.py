@@ -1,8 +1,6 @@
 """With what TRL's trainer is refused or warned of: settings with which a number would silently be another than somebody
 thinks. A setting that ends a run by itself is in no table."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

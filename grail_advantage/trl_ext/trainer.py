@@ -3,8 +3,6 @@ TRL calls ``_generate_and_score_completions`` once a generation batch, which it 
 ``num_iterations`` times: the weights are those of the policy that wrote the responses. Its loss takes advantages (B, T)
 from subclasses (grpo_trainer.py:3055, huggingface/trl#4525). Nothing is replaced; lines are those of TRL 1.16.0."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -3,8 +3,6 @@
 python -m grail_advantage.report RUN --figure methods --output methods.pdf
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator, Sequence

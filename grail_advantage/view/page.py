@@ -5,8 +5,6 @@ script of page.html unpacks when it is looked at. Texts of a model reach the pag
 Content-Security-Policy lets nothing run but the page's own script, by its hash.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

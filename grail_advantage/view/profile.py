@@ -3,8 +3,6 @@
 Shape suffixes: N responses, T their tokens end to end, R those of one in its reasoning, K bins of positions.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``python -m grail_advantage.receipt RUN``: the receipts of a run, read from its token dump (docs/receipt.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run on the disk, of this project or of plain verl: its metrics and its token dump (docs/report.md says where)."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import defaultdict
