@@ -1,5 +1,5 @@
-"""The table by values: does a method's credit follow the credit by rollouts? For a folder of ``analyze`` over lines that
-``python -m bench values`` wrote, with the advantages of training.
+"""The table by values: does a method's credit follow the credit by rollouts? It reads a folder of ``analyze`` over lines
+that ``python -m bench values`` wrote; advantages are those of training.
 
 The credit of a step is V(after) - V(before) by K continuations (:mod:`bench.values`), a method's the mean advantage of the
 step's tokens.
@@ -35,8 +35,8 @@ from bench.table import (
 from grail_advantage.dump import DumpRow
 from grail_advantage.text_io import table
 
-# Steps before the answer of a response that is used
-LEAST = 3
+# Steps before the answer of a response that is used, at least
+MIN_STEPS = 3
 FOLLOWS = "follows credit"
 BASE = "the response's advantage"
 EARLIER = "earlier first"
@@ -50,14 +50,14 @@ CHANGE = "change of the log-probability"
 RULE = (
     f"'{FOLLOWS}': in incorrect responses beyond place, and in the cosine less uniform's, above 0, with p < {SIGNIFICANT} "
     f"after Holm's correction over all methods; '{NOTHING}' is no proof of nothing. Within: the correlation of step means "
-    "with the credit within responses, before the answer. Beyond place: of what is left of them less their mean in other "
-    "problems' responses of as many steps. Cosine: over all tokens of all responses. The noise of K is taken out by two "
+    "with the credit within responses, before the answer. Beyond place: likewise, each less the mean of the same step in "
+    "other problems' responses of as many steps. Cosine: over all tokens of all responses. The noise of K is taken out by two "
     "halves of the continuations, so that right credit has 1 at any K; a cell is empty where the credit is not above its "
     "noise. Loss: AUROC of the step with the largest significant loss of value, and its least difference from the controls "
     f"of docs/bench.md. '{PLANTED}': the credit by them, judged by the other half. Steps have means, "
     "as their tokens share one coefficient in the true gradient: sums would score lengths. Sizes count, not ranks: after "
-    "an error all values are about 0, and their order is noise at any K. Effect, where analyze --after measured it: the share "
-    "of the update's change of log-probabilities, by size, that went where the method's token advantages point. ± is half of "
+    "an error all values are about 0, and their order is noise at any K. Effect, where analyze --after measured it: of the "
+    "tokens with an advantage, the share of the change of log-probabilities, by size, that went with it. ± is half of "
     "a 95 % interval by problem."
 )
 
@@ -137,8 +137,8 @@ def read(folder: Path) -> tuple[list[Case], Counter[str]]:
             ) from error
         if not case.advantage:
             sort = "with advantage 0"
-        elif case.steps < LEAST:
-            sort = f"with fewer than {LEAST} steps"
+        elif case.steps < MIN_STEPS:
+            sort = f"with fewer than {MIN_STEPS} steps"
         else:
             sort = "incorrect" if case.advantage < 0 else "correct"
             case.methods[NOISE] = TokenAdvantages(generator.normal(size=len(row)))
@@ -155,6 +155,7 @@ def tokens_of(cases: Sequence[Case]) -> pd.DataFrame:
     for case in cases:
         columns = {name: advantages.advantage_T for name, advantages in case.methods.items()}
         frame = pd.DataFrame(columns, index=case.label.step_T)
+        # -1, the answer's step, is the last one of the credit.
         frame[TRUTH] = case.credit_3J[:, case.label.step_T].T
         frame[CHANGE] = case.row.effect_T
         frames[str(case.row.group), case.row.key, case.steps] = frame
@@ -175,19 +176,19 @@ def correlation(frame: pd.DataFrame, values: pd.Series) -> np.ndarray:
     credit, first, second = (frame[name] for name in TRUTH)
     # The product of the halves has no noise on average; the square of the credit would.
     cross, norm, square_credit = jackknife_sums(values * credit, values**2, first * second)
-    # Each problem's: of 10 over all problems and 7 without the first, the first has 3.
+    # One value a problem: of 10 over all problems and 7 without the first, the first has 3.
     square = mean_of(pd.Series(square_credit[0] - square_credit[1:]))
     if not (square.value > 0 and square.p < SIGNIFICANT):
         return np.full(len(cross), np.nan)
     # The square is above 0 without any one problem, too: if the others' sum were 0 or less,
-    # Student's t would be at most 1, and p above 0.3. The norm is 0 but for rounding where a method
-    # gives the same to all steps.
+    # Student's t would be at most 1, and p above 0.3.
+    # The norm is 0 but for rounding where a method gives the same to all steps.
     return np.where(norm > 1e-12, cross / np.sqrt(np.maximum(norm * square_credit, 1e-30)), 0.0)
 
 
 def within(tokens: pd.DataFrame, name: str) -> list[Estimate]:
-    """The correlation of step means with the credit within responses, and of what place does not explain: what is left of
-    them less those of peers, their mean in other problems' responses of as many steps."""
+    """Two correlations with the credit within responses: of the step means, and of the step means less those of peers,
+    which are the same step of other problems' responses of as many steps."""
     # The step of the answer is -1.
     columns = tokens[[name, *TRUTH]].drop(-1, level="step", errors="ignore")
     means = columns.groupby(level=tokens.index.names).mean()
@@ -203,7 +204,8 @@ def within(tokens: pd.DataFrame, name: str) -> list[Estimate]:
 
 
 def moved(tokens: pd.DataFrame, name: str) -> Estimate:
-    """The share of the update's change of log-probabilities, by size, that went where a method's advantages point."""
+    """The share of the update's change of log-probabilities, by size, that went where a method's advantages point, of the
+    tokens that have one."""
     change = tokens[CHANGE].fillna(0) * np.sign(tokens[name])
     # Changes +3, -1 and +2 under the advantages 1, 1 and 0: 3 of 4.
     along, size = jackknife_sums(change.clip(lower=0), change.abs())
@@ -228,7 +230,7 @@ def figures(cases: Sequence[Case], names: Sequence[str]) -> dict[str, Figures]:
         if records:
             loss_figures = figures_of(records, others_are_controls=True)
             row["AUROC, largest loss"] = loss_figures["AUROC"]
-            # Estimates compare by their values; that at equal place, the last, may be NaN.
+            # Estimates compare by their values; that at equal place may be NaN, which min() passes over as the last.
             row["least above a control"] = min(loss_figures[control] for control in CONTROLS)
         row[COSINE] = jackknife(correlation(tokens, tokens[name]) - uniform)
         if not any(case.row.effect_T is None for case in cases):

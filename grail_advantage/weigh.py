@@ -48,6 +48,7 @@ def weigh(
     Raises:
         ValueError: something that the method reads is missing or does not fit, or no response has an answer.
     """
+    # What the method sees; ``rollouts`` stays the host's, and goes into the result.
     r = rollouts.for_method(method)
     if answers is not None:
         # Before any forward, so that a run whose answers have another format stops at once.
@@ -65,7 +66,7 @@ def weigh(
     }
     r = replace(r, columns=columns)
     of_pass, norms = _run_pass(host, method, r, indices)
-    scores = _nowhere(r)
+    scores = _unknown_scores(r)
     if indices:
         # A method may give scores of other tokens, too, which nobody reads.
         is_read = selected[:, None] & r.mask
@@ -105,8 +106,8 @@ def with_columns(
 
 
 def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """Give the rows of each rank, by relative costs: about as much work, and numbers that differ by one at most. With
-    ``groups``, rows with the same number meet on one rank, whatever their numbers."""
+    """Give the rows of each rank, by relative costs: about as much work, and counts that differ by one at most. With
+    ``groups``, the rows of a group meet on one rank, and counts may differ more."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups or range(len(costs))):
         members.setdefault(group, []).append(row)
@@ -114,7 +115,8 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks
     for cost, rows in sorted(by_cost, reverse=True):
-        # The dearest first: to a rank with the fewest rows, among these to the one with the least work.
+        # The dearest first: to a rank with the fewest rows, among these to the one with the least work; groups by the
+        # least work alone.
         rank = min(
             range(ranks), key=lambda rank: (len(shares[rank]) if groups is None else 0, work[rank])
         )
@@ -123,8 +125,8 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     return [sorted(share) for share in shares]
 
 
-def _nowhere(r: Rollouts) -> Tensor:
-    """Give scores that are nowhere known: NaN, float32 (B, T)."""
+def _unknown_scores(r: Rollouts) -> Tensor:
+    """Give NaN, float32 (B, T)."""
     return r.mask.new_full(r.mask.shape, math.nan, dtype=torch.float32)
 
 
@@ -137,7 +139,7 @@ def _run_pass(
     if indices:
         method.check_tokenizer(r.tokenizer)
     rows = [method.prepare(r.row(index), r.tokenizer) for index in indices]
-    scores = _nowhere(r)
+    scores = _unknown_scores(r)
     norms = []
     for row, result in zip(rows, host.scores(method, rows), strict=True):
         length = len(result.scores)
@@ -189,22 +191,23 @@ def _all_finite(values: Tensor, where: Tensor) -> Tensor:
 def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> Weighed:
     """Make ``A_t = w_t A``: scores go through the method's map, then come its own answer weights, then the sum of each
     response's weights. A response that is not selected, or has a score or weight that is not finite, has weight 1 on
-    every token."""
+    every token; but where the method weighs answers outside the gate, these have their weights."""
     answer = method.answer_weights()
+    # Tokens that the map compares with one another
     compared = r.mask & r.reasoning if method.statistics == "reasoning" else r.mask
-    weighed = compared  # tokens whose weight comes from their score
+    takes_map = compared  # tokens whose weight comes from their score
     needed = compared  # tokens whose score must be finite
     if answer is not None:
-        weighed = r.mask & r.reasoning
+        takes_map = r.mask & r.reasoning
         needed = r.mask
 
     scored = selected[:, None] & _all_finite(scores, needed)
     mapped = Weights(torch.ones_like(scores))
     if (scored & compared).any():  # a method compares no tokens where there are none
         mapped = method.weights(torch.where(scored & needed, scores, 1.0), scored & compared, r)
-        _check_weights(method, mapped, r, scored & weighed)
-        scored = scored & _all_finite(mapped.values, weighed)
-    by_score = scored & weighed
+        _check_weights(method, mapped, r, scored & takes_map)
+        scored = scored & _all_finite(mapped.values, takes_map)
+    by_score = scored & takes_map
     # After the map: the response keeps its weights, and so their sum.
     if method.control == "shuffled":
         mapped = mapped._replace(values=_shuffled(mapped.values, by_score, r))
@@ -245,12 +248,12 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
 
 
 def _check_weights(method: Method, mapped: Weights, r: Rollouts, where: Tensor) -> None:
-    """Raise ValueError for what is no weights, or has one below 0 where they are read, bool (B, T)."""
-    if not isinstance(mapped, Weights) or mapped.values.shape != r.mask.shape:
+    """Raise ValueError for what is not :class:`Weights` of shape (B, T), or has one below 0 in ``where``, bool (B, T)."""
+    shape = getattr(getattr(mapped, "values", None), "shape", None)
+    if not isinstance(mapped, Weights) or shape != r.mask.shape:
         expected = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
-        raise ValueError(
-            f"{method.name}: weights() must return {expected}, got {type(mapped).__name__}"
-        )
+        got = type(mapped).__name__ if shape is None else tuple(shape)
+        raise ValueError(f"{method.name}: weights() must return {expected}, got {got}")
     if ((mapped.values < 0) & where).any():
         raise ValueError(
             f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()"
@@ -304,7 +307,8 @@ def _steps_shuffled(values: Tensor, among: Tensor, r: Rollouts) -> Tensor:
 def _given_advantages(
     method: AdvantageMethod, r: Rollouts, selected: Tensor, scores: Tensor
 ) -> Weighed:
-    """Give the scores themselves in the selected responses, the response's own advantage in the others."""
+    """Give the scores themselves in the selected responses, the response's own advantage in the others. A selected one
+    with a score that is not finite has 0, unless the method says that it trains."""
     scored = selected & r.trains & _all_finite(scores, r.mask)[:, 0]
     advantages = scores
     if method.control == "shuffled":
@@ -315,7 +319,7 @@ def _given_advantages(
     a = torch.where(scored[:, None], advantages, r.advantages.float()[:, None])
     if not method.non_finite_trains:
         a = torch.where((selected & ~scored)[:, None], 0.0, a)
-    nowhere = torch.zeros_like(r.mask)  # no advantage has bounds
+    no_token = torch.zeros_like(r.mask)  # no advantage has bounds
     return Weighed(
         method=method,
         rollouts=r,
@@ -325,8 +329,8 @@ def _given_advantages(
         weights=r.mask.float(),
         advantages=torch.where(r.mask, a, 0.0),
         by_score=scored[:, None] & r.mask,
-        low=nowhere,
-        high=nowhere,
+        low=no_token,
+        high=no_token,
         gave_advantages=True,
     )
 
@@ -343,10 +347,10 @@ def _rates(r: Rollouts) -> dict[str, float]:
     return {name: float(flags.double().mean()) for name, flags in rates.items()}
 
 
-def _no_scores(w: Weighed) -> list[str | None]:
+def _no_scores(weighed: Weighed) -> list[str | None]:
     """Say why each response has no scores of its own; ``None`` where it has. Of several reasons the last one below."""
-    r = w.rollouts
-    method = w.method
+    r = weighed.rollouts
+    method = weighed.method
     reasons: list[str | None] = ["not scored"] * len(r)
 
     def because(reason: str | None, where: Tensor) -> None:
@@ -360,6 +364,6 @@ def _no_scores(w: Weighed) -> list[str | None]:
     if r.truncated is not None and method.mask_truncated:
         because("truncated", r.truncated)
     because("no token trains", ~r.valid)
-    because(None, w.selected)
-    because("non-finite scores", w.failed)
+    because(None, weighed.selected)
+    because("non-finite scores", weighed.failed)
     return reasons

@@ -2,7 +2,8 @@
 response of the other outcome. No code of its authors was found.
 
 Overlapping windows of a response are clouds of hidden states, compared with those of all responses of the group with
-the other sign of the advantage; the mean hidden norm is the group's. Regularisation and iterations are chosen here.
+the other sign of the advantage; the mean hidden norm is the group's. The regularisation and the iterations are this
+project's choice.
 
 Shapes: P pairs of windows, N and M tokens of a pair's two windows, K and L windows of two responses, D hidden."""
 
@@ -18,10 +19,11 @@ from grail_advantage.maps import Weights
 from grail_advantage.method import Method, option, register
 from grail_advantage.model.interface import Model
 
-# Costs worked on at once, times some eight temporaries; of a CPU's cache
+# Costs worked on at once; there are some eight temporaries of this size, which are to fit into a CPU's cache
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
-# Of a response, whose costs to another response are held: 875 x 32,000 float64 are 0.2 GB
+# Of a response, whose costs to all tokens of another are in memory at once. By the defaults 32 windows are 31 * 25 + 100
+# tokens: 875 x 32,000 float64 are 0.2 GB.
 WINDOWS_AT_ONCE = 32
 MANY_PAIRS = 200_000  # two minutes of a processor core
 
@@ -48,7 +50,9 @@ class Shear(Method):
     window: int = option(100, "tokens of a window", ge=1)
     stride: int = option(25, "tokens between the starts of two windows; at most window", ge=1)
     epsilon: float = option(
-        0.05, "entropic regularisation, as a share of a pair's mean cost; exact towards 0", gt=0
+        0.05,
+        "entropic regularisation, as a share of a pair's mean cost; the smaller, the nearer to exact transport",
+        gt=0,
     )
     iterations: int = option(200, "most iterations for a pair of windows", ge=1)
     tolerance: float = option(
@@ -79,6 +83,7 @@ class Shear(Method):
         return list(map(RowScores, scores))
 
     def weights(self, scores: Tensor, among: Tensor, r: Rollouts) -> Weights:
+        # A distance may be below 0 by rounding.
         return Weights(scores.clamp(min=0))
 
 
@@ -118,7 +123,7 @@ def sinkhorn_distance(
     k = -cost / torch.where(unit == 0, 1.0, unit)[:, None, None]
     log_a = a.log()
     log_b = b.log()
-    # 0, and no mass for columns of padding.
+    # 0, and -inf for columns of padding, which get no mass so.
     v = in_columns.to(cost.dtype).log()
     distance = torch.full_like(unit, torch.nan)
     unfinished = torch.arange(count, device=cost.device)
@@ -151,11 +156,11 @@ def shear_scores(
 ) -> list[Tensor]:
     """Scores of one group's responses, (T,) float32 each: each token's distance from the other outcome, in units of the
     mean hidden norm. Ones where no response has the other outcome. A response with a state that is not finite gets NaN,
-    and for the others is not there.
+    and is left out of the others' comparisons.
 
-    Costs are Euclidean, divided by the mean norm; transport is in float32. So that states that are nearly the same do
-    not cancel, costs are products in float64 on the CPU, and sums of squared differences on other devices, some of
-    which have none.
+    Costs are Euclidean, divided by the mean norm; transport is in float32. Distances of nearly equal states must not
+    cancel: on the CPU they come from matrix products in float64, on other devices, some of which lack float64, from sums
+    of squared differences in float32.
 
     Args:
         hidden: for each response the states at its tokens' own positions, before the head: (T, D), any floating dtype.
@@ -220,7 +225,7 @@ def _window_distances(
     sizes, places = _padded(bounds)
     opposite_sizes, opposite_places = _padded(opposite_bounds)
     chunk = CHUNK_ELEMENTS.get(cost.device.type, CHUNK_ELEMENTS["cuda"])
-    # The indices of all pairs, int64 (K L, 2).
+    # The indices of all pairs, int64 (K L, 2): (0, 0), (0, 1), ..., (1, 0), ...
     pairs = bounds.new_ones(len(bounds), len(opposite_bounds)).nonzero()
     distances = []
     costs_of_pair = places.shape[1] * opposite_places.shape[1]

@@ -1,10 +1,11 @@
-"""The token dump of a TRL run and the receipt of its updates (:mod:`grail_advantage.receipt`), beside the training, that
-nothing in here stops once it has begun. Step S is TRL's ``global_step`` after the update that the responses were made
+"""The token dump of a TRL run and the receipt of its updates (:mod:`grail_advantage.receipt`), written beside the training:
+once it has begun, no failure in here stops it. Step S is TRL's ``global_step`` after the update that the responses were made
 for, as in its logs, which go into ``metrics.jsonl`` of ``output_dir``."""
 
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,7 +52,7 @@ GROUND_TRUTHS = (
     "gold",
 )  # columns with the correct answer; the first is shown
 ROWS = "receipt_rows"  # numbers of a generation batch's responses, which TRL shuffles and splits along with it
-COLUMNS = {  # of the receipt's batch, by TRL's names
+COLUMNS = {  # fields of the receipt's batch, and TRL's names of them
     "advantages_BT": "advantages",
     "mask_BT": "loss_mask",
     "old_log_probs_BT": "old_per_token_logps",
@@ -67,14 +68,14 @@ def dump_options(token_dump: str | os.PathLike[str] | Mapping[str, Any]) -> Dump
         section = token_dump
     if not section.get("folder"):
         raise ValueError(
-            f"token_dump={token_dump!r} must be a folder, or have folder, every, responses and received"
+            f"token_dump={token_dump!r} must be a folder, or a mapping with folder, and perhaps every, responses, received"
         )
     folder = Path(section["folder"]).expanduser().absolute()
     return DumpOptions.of_section("token_dump", {**section, "folder": folder})
 
 
 def set_aside(folder: Path, metrics: Path) -> None:
-    """Move the files of an earlier training, which one from step 0 would replace, into a folder beside them."""
+    """Move the files of an earlier training, which one from step 0 would overwrite, into a folder beside them."""
     files = [*folder.glob("step_*"), *folder.glob("received_*"), *metrics.parent.glob(metrics.name)]
     if not files:
         return
@@ -84,7 +85,8 @@ def set_aside(folder: Path, metrics: Path) -> None:
     place = folder / f"earlier_{number}"
     place.mkdir()
     for file in files:
-        file.rename(place / file.name)
+        # The metrics may be on another disk.
+        shutil.move(file, place / file.name)
     logger.warning("token dump: %d files of an earlier training are now in %s", len(files), place)
 
 
@@ -98,11 +100,12 @@ class Generation:
     """A generation batch whose updates are read, on this process."""
 
     step: int
-    update: int
+    update: int  # its number among the generations of a step
     chosen: list[int]  # places of the responses that the dump has, over all processes
     lengths: list[int]
     columns: dict[str, Tensor] = field(default_factory=dict)  # (B, T) each
-    # Of each micro-batch its gradient, its rows, those of them that went through the model, its update, and the scale
+    # Of each micro-batch its gradient, its rows, those that went through the model in their order, the number of its update
+    # since the generation, and the scale of its loss
     read: list[tuple[Gradient, Tensor, Tensor, int, float]] = field(default_factory=list)
     # Rows, with log-probabilities before the update, for its effect
     measured: tuple[list[int], Rollouts] | None = None
@@ -126,8 +129,8 @@ class Generation:
 
 
 class GenerationDump(TrainerCallback):
-    """Writes responses of a trainer's generation batches, and their receipts, from the main process; ``host`` gives the
-    model with some of its responses. OSError: the folder cannot be made."""
+    """Writes responses of a trainer's generation batches, and their receipts, from the main process; ``host(rollouts)``
+    gives access to the model for these. OSError: the folder cannot be made."""
 
     def __init__(
         self, trainer: GRPOTrainer, options: DumpOptions, host: Callable[[Rollouts], PlainHost]
@@ -335,7 +338,7 @@ class GenerationDump(TrainerCallback):
             ]
             lengths += part_lengths
         updates = args.steps_per_generation // args.gradient_accumulation_steps
-        # Training may end within an iteration, whose updates are left out.
+        # Training may end within an epoch over the generation batch (TRL's iteration), whose updates are left out.
         complete = sum(len(piece.rows_b) for piece in pieces) // len(lengths) * updates
         pieces = [piece for piece in pieces if piece.update < complete]
         if not pieces:
@@ -355,7 +358,7 @@ class GenerationDump(TrainerCallback):
         receipt = check(batch, loss, pieces)
         rows = generation.chosen
         names = ("received_BT", "clipped_BT", "received_UBT", "expected_UBT", "clipped_UBT")
-        # Of the responses that the dump has, the others were compared too.
+        # All responses were compared; the table has those of the dump.
         receipt = replace(receipt, **{name: getattr(receipt, name)[..., rows, :] for name in names})
         table = received_table(
             receipt,

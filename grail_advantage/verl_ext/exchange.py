@@ -33,15 +33,16 @@ WATCHED = "receipt_update"  # setting of a batch whose update is watched: a numb
 UPDATE = "actor update"
 FORWARD = "old log-probabilities"
 PADDED_FORWARD = "old log-probabilities, padded"
-"""Layouts: whose micro-batches they are; the first in training mode, the last padded where the run packs."""
+"""Layouts: whose micro-batches a pass repeats. That of the update is in training mode; the last is padded although the
+run packs."""
 # Setting of a batch whose zero-advantage responses are left out
 LEAVE_OUT = "leave_out_zero_advantage"
 FILLER_TOKENS = 2
-CUT = {"prompts": FILLER_TOKENS - 1, "input_ids": FILLER_TOKENS, "position_ids": FILLER_TOKENS}
-"""The fields with a value for each token, and how many of them a filler keeps; and those of the loss, which are 0 in a
-filler. verl's loss reads nothing else of a response."""
 OF_LOSS = ("responses", "response_mask", "old_log_probs", "advantages", "rollout_is_weights")
+"""The fields of the loss, 0 in a filler. verl's loss reads nothing else of a response."""
+CUT = {"prompts": FILLER_TOKENS - 1, "input_ids": FILLER_TOKENS, "position_ids": FILLER_TOKENS}
 CUT |= dict.fromkeys(OF_LOSS, 1)
+"""How many values a filler keeps of each field that has one a token."""
 
 
 def build_request(
@@ -52,7 +53,8 @@ def build_request(
     step: int = 0,
     pad_token: int | None = None,
 ) -> TensorDict:
-    """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`, with the tokenizer's ``pad_token``."""
+    """The request of a pass for :func:`grail_advantage.verl_ext.worker.token_scores`: responses, the method, and what the
+    pass needs to know of the run; ``pad_token`` is the tokenizer's."""
     settings = {"signal": method, "temperature": temperature, "step": step, "pad_token": pad_token}
     return tu.get_tensordict(
         {"rows": [replace(row, example=None) for row in rows]}, non_tensor_dict=settings
@@ -120,16 +122,16 @@ def update_places(count: int, written: Sequence[int] = ()) -> Tensor:
     return places_R2
 
 
-def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) -> list[int]:
-    """Order of a batch in which every rank gets its share of those of each mini-batch's responses that cost something.
+def deal_mini_batches(costs: Sequence[int], ranks: int, size: int) -> list[int]:
+    """Order of a batch in which the ranks share each mini-batch's costs evenly.
 
-    verl gives every rank an equal part of the batch, of which each mini-batch, of ``mini_batch_rows`` responses on all
-    ranks together, takes the next ones, and keeps them.
+    verl gives every rank an equal, contiguous part of the batch. A mini-batch, of ``size`` responses on all ranks
+    together, takes the next ones of each part; in this order it has the same responses.
     """
     # Of 8 responses on 2 ranks, in mini-batches of 4, the first mini-batch is 0, 1, 4 and 5.
     rows_of_ranks = torch.arange(len(costs)).view(ranks, -1)
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for part in rows_of_ranks.split(mini_batch_rows // ranks, dim=1):
+    for part in rows_of_ranks.split(size // ranks, dim=1):
         rows = part.flatten().tolist()
         for share, dealt in zip(shares, deal([costs[row] for row in rows], ranks), strict=True):
             share += [rows[place] for place in dealt]
@@ -138,7 +140,8 @@ def deal_mini_batches(costs: Sequence[int], ranks: int, mini_batch_rows: int) ->
 
 def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
     """The responses of this rank's part of a mini-batch that train, for ``TrainingWorker.train_batch``: as many on
-    every rank, at least one. In the workers; a collective of the engine's data-parallel group."""
+    every rank, at least one, with fillers on a rank that has fewer. In the workers; a collective of the engine's
+    data-parallel group."""
     trained = trains(data["advantages"], data["response_mask"])
     rows = [row for row, is_trained in enumerate(trained) if is_trained]
     row_lengths = data["prompts"].offsets().diff() + data["responses"].offsets().diff()
@@ -174,12 +177,12 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
 
 
 def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[int, int | None]:
-    """Responses that every rank gets so that micro-batches come out even, and those of a micro-batch of fixed size, at
-    most as many as before."""
-    settings = engine.engine_config
-    if tu.get(data, "use_dynamic_bsz", settings.use_dynamic_bsz):
+    """Responses of each rank, and of a micro-batch: as many in all of them, at most the configured number; ``None`` where
+    their size is dynamic."""
+    config = engine.engine_config
+    if tu.get(data, "use_dynamic_bsz", config.use_dynamic_bsz):
         return rows, None
-    largest = tu.get(data, "micro_batch_size_per_gpu", settings.micro_batch_size_per_gpu)
+    largest = tu.get(data, "micro_batch_size_per_gpu", config.micro_batch_size_per_gpu)
     # 10 rows, at most 4 at a time, are 3 micro-batches of 4: 12 rows with fillers.
     micro_batches = -(-rows // largest)
     size = -(-rows // micro_batches)

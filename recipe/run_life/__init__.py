@@ -39,8 +39,8 @@ from grail_advantage.verl_ext.settings import ACTOR, ATTENTION, DUMP_FOLDER, MOD
 from recipe.rules import check_settings, check_trl
 
 RUN_DEFINITION = "run_definition.json"
-FOLDER = "trainer.default_local_dir"
-MODE = "trainer.resume_mode"
+FOLDER_OPTION = "trainer.default_local_dir"
+RESUME_MODE = "trainer.resume_mode"
 RUNTIME = "ray_kwargs.ray_init.runtime_env"
 LIBRARIES = f"{MODEL}.external_lib"
 FLASH_ATTENTION = ("flash_attn", "torch_npu")
@@ -100,6 +100,7 @@ class KeepLast(CheckpointCallback):
 
 
 def _step(path: Path) -> int:
+    """Returns the step in a checkpoint's name; one without a number is newer than all, and is never removed."""
     number = path.name.removeprefix("global_step_")
     return int(number) if number.isdecimal() else sys.maxsize
 
@@ -118,13 +119,15 @@ def contents(run: Settings) -> dict[str, str]:
     for name, value in _defining(run):
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, str) and "/" in path:
+                label = f"{name} ({Path(path).name})"
                 with suppress(OSError, ValueError):  # there is none, or no plain file
-                    digests[f"{name} ({Path(path).name})"] = _digest(Path(path).expanduser())
+                    # a/test.parquet and b/test.parquet are told together.
+                    digests[label] = digests.get(label, "") + _digest(Path(path).expanduser())
     return digests
 
 
 def _digest(path: Path) -> str:
-    """Returns the digest of a file's content, or of the files in a folder."""
+    """Returns the digest of a file's content, or of the files directly in a folder; of large ones the ends count."""
     digest = hashlib.blake2b(digest_size=8)
     files = [path]
     if path.is_dir():
@@ -172,17 +175,23 @@ def check_run(run: Settings) -> None:
     """
     check_trl()
     check_settings(run)
-    # The check of scripts/train_cpu.sh, which then moves the folder away; the run itself finds none.
+    # With FRESH=1 scripts/train_cpu.sh checks the options by a dry run, and moves the folder away before the run itself.
     moves_away = os.environ.get("FRESH") == "1" and os.environ.get("DRY_RUN") == "1"
     for option, folder in _folders(run).items():
-        files = any(folder.glob("global_step_*"))
+        has_files = any(folder.glob("global_step_*"))
         if option == DUMP_FOLDER:
-            files = read_dump(folder).files
-        if files and not moves_away and (lines := _differing(run, _stored(folder))):
+            has_files = bool(read_dump(folder).files)
+        if moves_away or not has_files:
+            continue
+        lines = _differing(run, _stored(folder))
+        if lines:
             heading = f"{option}={folder} holds the files of another run:"
             remedy = f"{_ANOTHER}, put the settings back, {_FRESH}"
             raise ValueError("\n".join([heading, *lines, remedy]))
-    if run[MODE] == "resume_path" and not Path(str(run["trainer.resume_from_path"])).is_dir():
+    if (
+        run[RESUME_MODE] == "resume_path"
+        and not Path(str(run["trainer.resume_from_path"])).is_dir()
+    ):
         raise ValueError(
             f"{run.named('trainer.resume_from_path')} is no folder global_step_N; name one"
         )
@@ -190,7 +199,7 @@ def check_run(run: Settings) -> None:
 
 def _folders(run: Settings) -> dict[str, Path]:
     """Returns the folders that a run writes to, by the options that name them."""
-    folders = {FOLDER: Path(run[FOLDER])}
+    folders = {FOLDER_OPTION: Path(run[FOLDER_OPTION])}
     if run.dump is not None:
         folders[DUMP_FOLDER] = run.dump.folder
     return folders
@@ -201,8 +210,8 @@ def _differing(run: Settings, stored: dict) -> list[str]:
     then = stored.get("definition")
     now = definition(run)
     if not isinstance(then, dict):
-        # It names the checkpoint, of whatever run.
-        if run[MODE] == "resume_path":
+        # resume_from_path names a checkpoint, so another run's is meant.
+        if run[RESUME_MODE] == "resume_path":
             return []
         return [f"  no {RUN_DEFINITION} that can be read says which"]
     # Another version may have options that this one lacks, and lack some that this one has.
@@ -233,8 +242,8 @@ def begin_run(run: Settings, config: DictConfig) -> None:
     """Lock the run's folder, store the definition and prepare Ray; a run that is finished exits with status 0.
 
     Raises:
-        ValueError: a run that lives has the folder, a file of data is missing, or nothing says which checkpoint is
-        last.
+        ValueError: a run that lives has the folder, the home or temporary folder cannot be written to, a file of data
+        is missing, nothing says which checkpoint is last, or the settings need flash-attn, which is not there.
     """
     for name in ("HOME", "TMPDIR"):
         folder = os.environ.get(name, "/tmp")
@@ -248,16 +257,16 @@ def begin_run(run: Settings, config: DictConfig) -> None:
                 raise ValueError(
                     f"{option}={file} is missing; run bash scripts/prepare_data.sh, or set DATA_DIR"
                 )
-    checkpoints = Path(run[FOLDER])
-    hold(checkpoints, _ANOTHER, FOLDER)
+    checkpoints = Path(run[FOLDER_OPTION])
+    hold(checkpoints, _ANOTHER, FOLDER_OPTION)
     _end_if_finished(run, checkpoints)
-    name = _stored(checkpoints).get("run")
-    if not (isinstance(name, str) and name.isalnum()):
-        name = uuid.uuid4().hex
-    store_definition(run, name)
+    run_id = _stored(checkpoints).get("run")
+    if not (isinstance(run_id, str) and run_id.isalnum()):
+        run_id = uuid.uuid4().hex
+    store_definition(run, run_id)
     # All starts are one run of wandb's.
     if "WANDB_RUN_ID" not in os.environ:
-        _set(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"})
+        _set(config, f"{RUNTIME}.env_vars", {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"})
     executable = shlex.quote(sys.executable)
     # Ray hands it to a shell.
     if executable != sys.executable:
@@ -268,7 +277,7 @@ def begin_run(run: Settings, config: DictConfig) -> None:
         from verl_cpu import workers
 
         workers.start(config, ["recipe.run_life.seeds", "recipe.run_life.trainer"])
-    # Each raylet ends the children of a worker that died, such as vLLM's engine, unless they called setsid().
+    # Has each raylet end the children of a worker that died, such as vLLM's engine, unless they called setsid().
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
     # After a SIGTERM, Ray's failure handler leaves an alarm that aborts the process after 3 seconds, in the middle of
     # its orderly end. Runs before Ray's own function, which was registered earlier.
@@ -299,16 +308,16 @@ def _go_without_flash_attn(run: Settings, config: DictConfig) -> None:
         )
     attention = "torch_varlen" if run[PACKED] else "sdpa"
     print(f"flash-attn is not installed: {ATTENTION}={attention} (docs/gpu.md)", file=sys.stderr)
-    # The checkpoints' config.json, which other programs read, has what is in model_config alone.
+    # What is in model_config goes into the checkpoints' config.json, which other programs read; our attention stands beside it.
     option = f"{MODEL}.override_config"
     configured = run[option] or {}
     override = {"model_config": configured, **configured, "attn_implementation": attention}
     _set(config, option, override, merge=False)
 
 
-def store_definition(run: Settings, name: str) -> None:
+def store_definition(run: Settings, run_id: str) -> None:
     """Write what defines a run, and its name, into each of its folders."""
-    content = {"run": name, "by": _BY, "definition": definition(run), "contents": contents(run)}
+    content = {"run": run_id, "by": _BY, "definition": definition(run), "contents": contents(run)}
     for folder in _folders(run).values():
         # The trainer's machine is another one, and says what cannot be written there.
         with suppress(OSError):
@@ -317,7 +326,7 @@ def store_definition(run: Settings, name: str) -> None:
 
 def _end_if_finished(run: Settings, folder: Path) -> None:
     try:
-        start = find_latest_ckpt_path(str(folder)) if run[MODE] == "auto" else None
+        start = find_latest_ckpt_path(str(folder)) if run[RESUME_MODE] == "auto" else None
     except ValueError as error:  # a full disk leaves the file empty
         tracker = f"{folder}/latest_checkpointed_iteration.txt"
         raise ValueError(
@@ -336,7 +345,7 @@ def _end_if_finished(run: Settings, folder: Path) -> None:
 
 
 def register_trainers() -> None:
-    """Has every trainer that is registered in this process run within :class:`recipe.run_life.trainer.KeptRun`."""
+    """Gives every trainer that is registered in this process the base :class:`recipe.run_life.trainer.KeptRun`."""
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     from recipe.run_life.trainer import KeptRun

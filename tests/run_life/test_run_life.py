@@ -28,7 +28,7 @@ from grail_advantage.locks import let_go
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.entry import prepare_run
 from recipe import run_life
-from recipe.run_life import MAY_CHANGE, RUN_DEFINITION, KeepLast, begin_run
+from recipe.run_life import MAY_CHANGE, RUN_DEFINITION, KeepLast, begin_run, contents
 from recipe.run_life.seeds import SeededAgentLoopWorker
 from recipe.run_life.trainer import KeptRun, lines_stay
 from tests import forked
@@ -174,6 +174,21 @@ def test_a_file_that_was_written_anew_is_another_run_s(file: str, tmp_path: Path
     (moved / file).write_text("other")
     refused = _refused(moved / "run", *overrides(moved))
     assert f"  {FILES[file]} ({file.split('/')[0]}): another content" in refused
+
+
+def test_each_of_two_files_of_one_name_is_compared(tmp_path: Path):
+    """As of two benchmarks, whose files are both called test.parquet."""
+    files = [tmp_path / name / "test.parquet" for name in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("first")
+    config = _compose(tmp_path / "run")
+    config.data.train_files = list(map(str, files))
+    run = prepare(config)
+    for file in files:
+        digests = contents(run)
+        file.write_text("other")
+        assert contents(run) != digests
 
 
 def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path):
