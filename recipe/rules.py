@@ -70,10 +70,10 @@ def _spoils_correction(
     option: str, when: Callable[[Settings], bool], because: str, remedy: str
 ) -> Rule:
     return Rule(
-        option,
-        lambda s: _correction(s) and when(s),
-        because,
-        lambda s: f"{remedy}, or take out {s.named(_correction(s))}",
+        option=option,
+        when=lambda s: _correction(s) and when(s),
+        because=because,
+        remedy=lambda s: f"{remedy}, or take out {s.named(_correction(s))}",
     )
 
 
@@ -111,48 +111,50 @@ RULES = (
     ),
     Rule(
         # verl's DetachActorWorker keeps and puts back the parameters where they are.
-        OFFLOAD,
-        lambda s: s.kind == "separate_async" and s[OFFLOAD] and s[SYNC_STEP] > 1 and not s[BYPASS],
-        "the next forward of a separate_async step may not take the parameters from where verl puts them back",
-        f"set it false, or {SYNC_STEP}=1, or {BYPASS}=true",
+        option=OFFLOAD,
+        when=lambda s: (
+            s.kind == "separate_async" and s[OFFLOAD] and s[SYNC_STEP] > 1 and not s[BYPASS]
+        ),
+        because="the next forward of a separate_async step may not take the parameters from where verl puts them back",
+        remedy=f"set it false, or {SYNC_STEP}=1, or {BYPASS}=true",
     ),
     Rule(
-        "trainer.use_v1",
-        lambda s: not s["trainer.use_v1"],
-        "a run is kept alive within verl's v1 trainers alone",
-        "use true, or verl's own command",
+        option="trainer.use_v1",
+        when=lambda s: not s["trainer.use_v1"],
+        because="a run is kept alive within verl's v1 trainers alone",
+        remedy="use true, or verl's own command",
     ),
     Rule(
-        GROUP_SIZE,
-        lambda s: s[METHOD] in COMPARING and s[GROUP_SIZE] < 2,
-        "it leaves nothing to compare a response with",
-        "use 2 or more (ROLLOUT_N of the launch scripts)",
+        option=GROUP_SIZE,
+        when=lambda s: s[METHOD] in COMPARING and s[GROUP_SIZE] < 2,
+        because="it leaves nothing to compare a response with",
+        remedy="use 2 or more (ROLLOUT_N of the launch scripts)",
     ),
     Rule(
-        BATCH,
-        _odd_share,
-        f"its responses, {GROUP_SIZE} to a prompt, do not divide among {NODES} x {GPUS} GPUs",
-        "change one of the four (TRAIN_BATCH_SIZE, ROLLOUT_N, NNODES, NGPUS_PER_NODE of the launch scripts)",
+        option=BATCH,
+        when=_odd_share,
+        because=f"its responses, {GROUP_SIZE} to a prompt, do not divide among {NODES} x {GPUS} GPUs",
+        remedy="change one of the four (TRAIN_BATCH_SIZE, ROLLOUT_N, NNODES, NGPUS_PER_NODE of the launch scripts)",
     ),
     Rule(
-        PARALLEL,
-        lambda s: s.kind != "separate_async" and s[NODES] * s[GPUS] % s[PARALLEL] != 0,
-        f"the engines do not divide the {NODES} x {GPUS} GPUs among them",
-        "use a divisor of their number (ROLLOUT_TP of the launch scripts)",
+        option=PARALLEL,
+        when=lambda s: s.kind != "separate_async" and s[NODES] * s[GPUS] % s[PARALLEL] != 0,
+        because=f"the engines do not divide the {NODES} x {GPUS} GPUs among them",
+        remedy="use a divisor of their number (ROLLOUT_TP of the launch scripts)",
     ),
     Rule(
-        BUDGET,
-        lambda s: s[f"{ACTOR}.use_dynamic_bsz"] and s[BUDGET] < s.longest,
-        "it must hold one sequence of prompt and response",
-        lambda s: (
+        option=BUDGET,
+        when=lambda s: s[f"{ACTOR}.use_dynamic_bsz"] and s[BUDGET] < s.longest,
+        because="it must hold one sequence of prompt and response",
+        remedy=lambda s: (
             f"raise it to at least {s.longest} (PPO_MAX_TOKEN_LEN_PER_GPU), or shorten the responses"
         ),
     ),
     Rule(
-        "trainer.resume_mode",
-        lambda s: s["trainer.resume_mode"] not in RESUME_MODES,
-        "there is no such mode",
-        f"choose one of {', '.join(RESUME_MODES)}",
+        option="trainer.resume_mode",
+        when=lambda s: s["trainer.resume_mode"] not in RESUME_MODES,
+        because="there is no such mode",
+        remedy=f"choose one of {', '.join(RESUME_MODES)}",
     ),
 )
 """Of every run of the recipe, whatever its estimator."""
@@ -168,40 +170,40 @@ def _polls(s: Settings) -> bool:
 def _not_handed_on(option: str) -> Rule:
     """verl hands these options to its own replay buffer alone (``PPOTrainer._build_replay_buffer``)."""
     return Rule(
-        option,
-        lambda s: _polls(s) and s[option],
-        f"it has no effect with {_POLLING}",
-        f"set it False, or {_VERLS_BUFFER}",
+        option=option,
+        when=lambda s: _polls(s) and s[option],
+        because=f"it has no effect with {_POLLING}",
+        remedy=f"set it False, or {_VERLS_BUFFER}",
     )
 
 
 ON_CPU = (
     Rule(
-        (RANK, OTHER_RANK),
-        lambda s: (
+        option=(RANK, OTHER_RANK),
+        when=lambda s: (
             not s[MERGE]
             and next((option for option in (RANK, OTHER_RANK) if (s[option] or 0) > 0), "")
         ),
-        "the rollout needs the adapter, which the CPU platform does not load",
-        f"set {MERGE}=True",
+        because="the rollout needs the adapter, which the CPU platform does not load",
+        remedy=f"set {MERGE}=True",
     ),
     Rule(
-        KERNELS,
-        lambda s: s[FUSED] and s[KERNELS] != "torch",
-        "it has no kernel for the CPU",
-        "use torch",
+        option=KERNELS,
+        when=lambda s: s[FUSED] and s[KERNELS] != "torch",
+        because="it has no kernel for the CPU",
+        remedy="use torch",
     ),
     Rule(
-        TRAINER_MODE,
-        lambda s: _polls(s) and s.kind != "sync",
-        f"{_POLLING} is of the synchronous trainer",
-        _VERLS_BUFFER,
+        option=TRAINER_MODE,
+        when=lambda s: _polls(s) and s.kind != "sync",
+        because=f"{_POLLING} is of the synchronous trainer",
+        remedy=_VERLS_BUFFER,
     ),
     Rule(
-        f"{CHECKPOINTS}.backend",
-        lambda s: s.kind == "separate_async" and s[f"{CHECKPOINTS}.backend"] != "host",
-        "separate_async needs an accelerator for it",
-        f"set it to host, and {CHECKPOINTS}.custom_backend_module=verl_cpu.checkpoint_engine",
+        option=f"{CHECKPOINTS}.backend",
+        when=lambda s: s.kind == "separate_async" and s[f"{CHECKPOINTS}.backend"] != "host",
+        because="separate_async needs an accelerator for it",
+        remedy=f"set it to host, and {CHECKPOINTS}.custom_backend_module=verl_cpu.checkpoint_engine",
     ),
     _not_handed_on("algorithm.filter_groups.enable"),
     _not_handed_on("trainer.v1.sampler.sync_refill_failed_groups"),

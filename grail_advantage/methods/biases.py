@@ -26,10 +26,10 @@ def biases_of_turns(
 
     def bias(cause: Cause, because: str, remedy: str) -> Rule:
         return Rule(
-            cause.options,
-            lambda settings: isinstance(settings.method, TurnMethod) and cause.find(settings),
-            f"{BIAS}{because}",
-            remedy,
+            option=cause.options,
+            when=lambda settings: isinstance(settings.method, TurnMethod) and cause.find(settings),
+            because=f"{BIAS}{because}",
+            remedy=remedy,
             warned=True,
         )
 

@@ -138,80 +138,80 @@ def _several_updates(a: Arguments) -> str:
 
 RULES = (
     Rule(
-        ("tools", "environment_factory", "rollout_func"),
-        lambda a: "examples" in a.method.reads and a.prompt_maker,
-        "it asks again in other words, without what this adds to the prompt",
-        "leave it out",
+        option=("tools", "environment_factory", "rollout_func"),
+        when=lambda a: "examples" in a.method.reads and a.prompt_maker,
+        because="it asks again in other words, without what this adds to the prompt",
+        remedy="leave it out",
     ),
     Rule(
-        "rollout_func",
-        lambda a: a["rollout_func"] and a["tools"],
-        "TRL then leaves env_mask out and trains what others wrote (grpo_trainer.py:2272)",
-        "leave tools and environment_factory out",
+        option="rollout_func",
+        when=lambda a: a["rollout_func"] and a["tools"],
+        because="TRL then leaves env_mask out and trains what others wrote (grpo_trainer.py:2272)",
+        remedy="leave tools and environment_factory out",
     ),
     Rule(
-        ("processing_class", "train_dataset"),
-        lambda a: a.images,
-        "it works with text alone, and this brings images",
-        "give a tokenizer, and data without images",
+        option=("processing_class", "train_dataset"),
+        when=lambda a: a.images,
+        because="it works with text alone, and this brings images",
+        remedy="give a tokenizer, and data without images",
     ),
     Rule(
-        ("importance_sampling_level", "loss_type"),
-        _one_ratio,
-        "one ratio a response leaves of its token weights their sum alone",
-        f"use importance_sampling_level='token', and one of {', '.join(LOSSES)}",
+        option=("importance_sampling_level", "loss_type"),
+        when=_one_ratio,
+        because="one ratio a response leaves of its token weights their sum alone",
+        remedy=f"use importance_sampling_level='token', and one of {', '.join(LOSSES)}",
     ),
     Rule(
-        "multi_objective_aggregation",
-        _scales_rewards("multi_objective_aggregation"),
-        "the method compares the rewards itself",
-        "leave it out, and scale the reward functions by reward_weights",
+        option="multi_objective_aggregation",
+        when=_scales_rewards("multi_objective_aggregation"),
+        because="the method compares the rewards itself",
+        remedy="leave it out, and scale the reward functions by reward_weights",
     ),
     Rule(
-        "scale_rewards",
-        _scales_rewards("scale_rewards"),
-        "the method compares the rewards itself",
-        "leave it out; some have an option deviation",
+        option="scale_rewards",
+        when=_scales_rewards("scale_rewards"),
+        because="the method compares the rewards itself",
+        remedy="leave it out; some have an option deviation",
     ),
     Rule(
-        "temperature",
-        lambda a: not 0 < a["temperature"] < math.inf,
-        "the policy is the softmax at this temperature",
-        "use one above 0",
+        option="temperature",
+        when=lambda a: not 0 < a["temperature"] < math.inf,
+        because="the policy is the softmax at this temperature",
+        remedy="use one above 0",
     ),
     Rule(
-        "beta",
-        lambda a: (
+        option="beta",
+        when=lambda a: (
             REF_LOG_PROBS in a.method.reads and a["beta"] == 0 and not has_adapter(a.trainer.model)
         ),
-        "the method reads reference log-probabilities, which TRL computes where it is not 0",
-        "use 1e-9 for no KL term to speak of, or train an adapter (peft_config)",
+        because="the method reads reference log-probabilities, which TRL computes where it is not 0",
+        remedy="use 1e-9 for no KL term to speak of, or train an adapter (peft_config)",
     ),
     Rule(
-        "fp16",
-        lambda a: a["fp16"] and a.method.uses in ("saliency", "logits"),
-        "the answer's gradients underflow",
-        "use bf16, or neither",
+        option="fp16",
+        when=lambda a: a["fp16"] and a.method.uses in ("saliency", "logits"),
+        because="the answer's gradients underflow",
+        remedy="use bf16, or neither",
     ),
     Rule(
-        ("fsdp", "deepspeed", "parallelism_config"),
-        lambda a: a.sharding,
-        "a model or a response that processes share is not tested",
-        "use DDP or DeepSpeed ZeRO-2",
+        option=("fsdp", "deepspeed", "parallelism_config"),
+        when=lambda a: a.sharding,
+        because="a model or a response that processes share is not tested",
+        remedy="use DDP or DeepSpeed ZeRO-2",
     ),
     Rule(
-        "per_device_train_batch_size",
-        lambda a: a.method.whole_groups and a.splits,
-        "it compares the responses of a prompt, which must be on one process",
-        lambda a: (
+        option="per_device_train_batch_size",
+        when=lambda a: a.method.whole_groups and a.splits,
+        because="it compares the responses of a prompt, which must be on one process",
+        remedy=lambda a: (
             f"make it x {a.named('steps_per_generation')} a multiple of {a.named('num_generations')}"
         ),
     ),
     Rule(
-        "reward_funcs",
-        lambda a: PENALTY in a.trainer.reward_func_names and _masking(a),
-        "most of DAPO's penalty is for truncated responses, which train nothing",
-        lambda a: f"set {_masking(a)} to false, or leave the penalty out",
+        option="reward_funcs",
+        when=lambda a: PENALTY in a.trainer.reward_func_names and _masking(a),
+        because="most of DAPO's penalty is for truncated responses, which train nothing",
+        remedy=lambda a: f"set {_masking(a)} to false, or leave the penalty out",
         warned=True,
     ),
     *biases_of_turns(
@@ -232,10 +232,10 @@ RULES = (
 
 def _trains_every_response(option: str) -> Rule:
     return Rule(
-        option,
-        lambda a: a[option],
-        "it trains every response",
-        SKIP_NOTHING,
+        option=option,
+        when=lambda a: a[option],
+        because="it trains every response",
+        remedy=SKIP_NOTHING,
     )
 
 
@@ -244,23 +244,23 @@ AGAINST_SKIPPING = (
     _trains_every_response("entropy_coef"),
     _trains_every_response("use_adaptive_entropy"),
     Rule(
-        "router_aux_loss_coef",
-        lambda a: a["aux_loss_enabled"],
-        "it trains every response",
-        f"set it to 0, or {SKIP_NOTHING}",
+        option="router_aux_loss_coef",
+        when=lambda a: a["aux_loss_enabled"],
+        because="it trains every response",
+        remedy=f"set it to 0, or {SKIP_NOTHING}",
     ),
     Rule(
-        "top_entropy_quantile",
-        lambda a: a["top_entropy_quantile"] < 1,
-        "all responses' tokens count in it",
-        SKIP_NOTHING,
+        option="top_entropy_quantile",
+        when=lambda a: a["top_entropy_quantile"] < 1,
+        because="all responses' tokens count in it",
+        remedy=SKIP_NOTHING,
     ),
     Rule(
         # The probe sees no noise that is smaller than the rounding of half precision.
-        "neftune_noise_alpha",
-        lambda a: a["neftune_noise_alpha"],
-        "other responses draw other noise",
-        SKIP_NOTHING,
+        option="neftune_noise_alpha",
+        when=lambda a: a["neftune_noise_alpha"],
+        because="other responses draw other noise",
+        remedy=SKIP_NOTHING,
     ),
 )
 """With which a response without an advantage trains, or changes what the others train."""
