@@ -7,7 +7,7 @@ The tables are ``verl_ext/rules.py``, ``trl_ext/rules.py`` and ``recipe/rules.py
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class Named(Protocol):
         """Give ``option=value``, for messages."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """It names a setting with which something does not work, or works otherwise than somebody may think."""
 
@@ -31,7 +31,6 @@ class Rule:
     because: str
     remedy: str | Callable[[Any], str]
     """A text, or a function that makes it of the settings."""
-    _: KW_ONLY
     warned: bool = False
     """Whether a run that breaks the rule starts all the same, with a warning."""
 
