@@ -25,12 +25,11 @@ from swift.trainers.trainer_factory import TrainerFactory
 
 from grail_advantage.answers.format import answer_format
 from grail_advantage.answers.missing import AnswerCheck
-from grail_advantage.api import PlainHost
-from grail_advantage.data import DUMPED, OLD_LOG_PROBS, Example, Rollouts, joined, stacked
+from grail_advantage.data import OLD_LOG_PROBS, Example, Rollouts, stacked
 from grail_advantage.method import build
+from grail_advantage.processes import WeighingProcess
 from grail_advantage.receipt import Batch, Watch, check, trl_loss
 from grail_advantage.receipt.report import write
-from grail_advantage.weigh import weigh, with_columns
 
 METHOD = build(
     os.environ.get("TOKEN_WEIGHTS", "grail"),
@@ -41,12 +40,14 @@ MISSING_ANSWERS = os.environ.get("TOKEN_WEIGHTS_MISSING_ANSWERS", "stop")
 RECEIPT = os.environ.get("TOKEN_WEIGHTS_RECEIPT")
 
 
-class TokenWeightGRPOTrainer(GRPOTrainer):
+class TokenWeightGRPOTrainer(WeighingProcess, GRPOTrainer):
     """ms-swift's trainer, whose advantages are a method's token weights times each response's advantage.
 
     Raises:
         ValueError: a setting with which token weights do not work.
     """
+
+    method = METHOD
 
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named)
@@ -60,22 +61,11 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         super()._postprocess_batch(samples, batch_encoded_inputs)
         if not self.model.training:
             return
-        rollouts_here = rollouts = self._rollouts(samples, batch_encoded_inputs)
-        if not METHOD.uses and self.accelerator.num_processes > 1:
-            # Without a pass it costs nothing to look at the responses of all processes, which some methods compare.
-            rollouts_here = with_columns(
-                rollouts_here,
-                [name for name in DUMPED if name in METHOD.reads],
-                self._host(rollouts_here),
-            )
-            rollouts = joined(gather_object([rollouts_here.part(range(len(rollouts_here)))]))
-            rollouts = replace(rollouts, tokenizer=self.processing_class)
-        weighed = weigh(rollouts, METHOD, self._host(rollouts), self._answers)
-        if rollouts is not rollouts_here:
-            weighed = weighed.part(rollouts_here.places)
+        rollouts = self._rollouts(samples, batch_encoded_inputs)
+        weighed = self._weigh(rollouts)
         grpo_batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
         advantages = weighed.advantages_under([batch.completion_mask for batch in grpo_batches])
-        places = torch.arange(len(rollouts_here)).split(
+        places = torch.arange(len(rollouts)).split(
             [len(advantages_bW) for advantages_bW in advantages]
         )
         for grpo_batch, advantages_bW, rows in zip(grpo_batches, advantages, places, strict=True):
@@ -132,27 +122,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         zero_stage = getattr(self.accelerator.state.deepspeed_plugin, "zero_stage", 0)
         # A forward of sharded parameters is a collective, in which every process takes part.
         is_sharded = self.is_fsdp_enabled or zero_stage == 3
-        return PlainHost(
-            self.accelerator.unwrap_model(self.model),
-            rollouts,
-            temperature=self.temperature,
-            process_group=torch.distributed.group.WORLD if is_sharded else None,
-            # Those of an update's micro-batch, which also holds gradients of parameters and all logits.
-            tokens=self.args.per_device_train_batch_size * rollouts.padded_length,
-            device=self.accelerator.device,
+        return super()._host(
+            rollouts, process_group=torch.distributed.group.WORLD if is_sharded else None
         )
-
-    def _total(self, counts):
-        """Returns the counts of all processes; without a pass each counts the responses of all already."""
-        of_processes = gather_object([counts]) if METHOD.uses else [counts]
-        return [sum(column) for column in zip(*of_processes, strict=True)]
-
-    def _log(self, metrics):
-        """Put means over the processes into ms-swift's logs, of which it shows the main process's."""
-        of_processes = gather_object([metrics])
-        for name in metrics:
-            values = [metrics[name] for metrics in of_processes if name in metrics]
-            self._metrics["train"][f"{METHOD.name}/{name}"].append(sum(values) / len(values))
 
     def _get_per_token_logps_and_entropies(self, model, model_inputs, grpo_batch, **named):
         """ms-swift's (line 1604); within the loss the receipt reads the gradient of the log-probabilities."""

@@ -6,10 +6,8 @@ from subclasses (grpo_trainer.py:3055, huggingface/trl#4525). Nothing is replace
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import trl
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -25,23 +23,20 @@ from trl import GRPOTrainer
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, LOOKED_AT, AnswerCheck
-from grail_advantage.api import PlainHost
 from grail_advantage.data import (
-    DUMPED,
     OLD_LOG_PROBS,
     REF_LOG_PROBS,
     Example,
     Rollouts,
-    joined,
     runs,
     token_mean,
     within_range,
 )
 from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.sessions import TurnMethod
+from grail_advantage.processes import WeighingProcess
 from grail_advantage.trl_ext.dump import GenerationDump, dump_options, loss_mask
 from grail_advantage.trl_ext.rules import check_neighbours, check_trainer, check_version
-from grail_advantage.weigh import weigh, with_columns
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +46,7 @@ GIVEN = {
 }  # columns, by TRL's names
 
 
-class TokenWeightGRPOTrainer(GRPOTrainer):
+class TokenWeightGRPOTrainer(WeighingProcess, GRPOTrainer):
     """``GRPOTrainer`` whose advantages are a method's token weights times the response's advantage.
 
     Only training is weighted; in evaluation the advantages are TRL's.
@@ -215,19 +210,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Tensor:
         """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
         started = time.perf_counter()
-        method = self.method
-        r = self._rollouts(inputs, output)
-        count = len(r)
-        places = r.places
-        if not method.uses and self.accelerator.num_processes > 1:
-            # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
-            r = with_columns(r, [name for name in DUMPED if name in method.reads], self._host(r))
-            r = replace(
-                joined(gather_object([r.part(range(count))])), tokenizer=self.processing_class
-            )
-        w = weigh(r, method, self._host(r), self._answers)
-        if len(r) > count:
-            w = w.part(places)  # process by process
+        w = self._weigh(self._rollouts(inputs, output))
         self._log({**w.metrics, "seconds": time.perf_counter() - started})
         # Weights are as wide as the longest response, TRL's batch may be wider.
         right = output["completion_mask"].shape[1] - w.advantages.shape[1]
@@ -294,33 +277,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             mean=partial(loss_mean, self.loss_type, self.max_completion_length),
             step=self.state.global_step,
         )
-
-    def _host(self, rollouts: Rollouts) -> PlainHost:
-        """Responses with the model, and not DDP's module, whose backward would wait for gradients of parameters."""
-        return PlainHost(
-            self.accelerator.unwrap_model(self.model),
-            replace(rollouts, tokenizer=self.processing_class),
-            temperature=self.temperature,
-            # Those of an update's micro-batch, which also holds gradients of parameters and all logits.
-            tokens=self.args.per_device_train_batch_size * rollouts.padded_length,
-            device=self.accelerator.device,
-        )
-
-    def _total(self, counts: Sequence[int]) -> Sequence[int]:
-        """Counts of all processes; without a pass each counts the responses of all already."""
-        if not self.method.uses:
-            return counts
-        return [sum(column) for column in zip(*gather_object([counts]), strict=True)]
-
-    def _log(self, figures: Mapping[str, float]) -> None:
-        """Put figures into TRL's logs, as means over the processes that have them: into ``_metrics`` (line 1080), as
-        ``Trainer.log`` would make an entry of its own."""
-        values = defaultdict[str, list[float]](list)
-        for part in gather_object([figures]):
-            for name, value in part.items():
-                values[name].append(value)
-        for name, parts in values.items():
-            self._metrics["train"][f"{self.method.name}/{name}"].append(float(np.mean(parts)))
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss (line 3020); in training without the zero-advantage responses, where that is asked for."""
