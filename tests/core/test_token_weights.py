@@ -15,6 +15,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from grail_advantage import Grail, Oar, Rollouts, TokenWeights
+from grail_advantage.api import PlainHost
 from grail_advantage.method import build
 from tests.core.common import few, sampled, watch_inputs
 from tests.core.plain_answers import PLAIN
@@ -220,18 +221,16 @@ def test_the_hosts_of_the_documentation_weigh_the_same(name: str):
     inside = batch.response_mask.bool()
     log_probs = torch.linspace(-3, 0, inside.numel()).reshape(inside.shape)
     expected = compute(model, batch, build(name, {"gate": "all"}), old_log_probs=log_probs)
-    rollouts = page["rollouts_of"](tokenizer, *batch.tensors())
-    entropies = compute(model, batch, build("entropy")).scores
-    wide = {"old_log_probs": log_probs, "entropy": entropies}
     *tensors, advantages = batch.tensors()
-    columns = Rollouts.from_padded(*tensors, advantages=advantages, columns=wide).columns
-    in_process = page["MyHost"](model, tokenizer, columns)
-    log_probs_alone = {"old_log_probs": columns["old_log_probs"]}
-    with_log_probs = dataclasses.replace(rollouts, columns=log_probs_alone)
+    r = Rollouts.from_padded(
+        *tensors,
+        advantages=advantages,
+        columns={"old_log_probs": log_probs},
+        tokenizer=tokenizer,
+    )
     workers = [page["MyWorker"](model, tokenizer) for _ in range(3)]
-    remote = page["MyRemoteHost"](workers, with_log_probs)
-    # The workers compute the entropy themselves.
-    for host, r in ((in_process, rollouts), (remote, with_log_probs)):
+    # Both compute the entropy themselves.
+    for host in (PlainHost(model, r), page["MyHost"](workers, r)):
         advantages = page["token_advantages"](host, r, name, gate="all")[r.mask]
         assert_close(advantages, expected.advantages[inside])
         assert len(set(advantages.tolist())) > 2
