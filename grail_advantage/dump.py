@@ -517,8 +517,11 @@ class DumpOptions(BaseModel):
 
     @classmethod
     def of_section(cls, section: str, values: Mapping[str, Any]) -> DumpOptions:
-        """Give the options of a host's section; ValueError: names the first that is wrong as
-        ``section.option=value``."""
+        """Give the options of a host's section, with the whole path of the folder; ValueError: names the first that is
+        wrong as ``section.option=value``."""
+        folder = values.get("folder")
+        if folder:
+            values = {**values, "folder": Path(str(folder)).expanduser().absolute()}
         try:
             return cls(**values)
         except ValidationError as error:

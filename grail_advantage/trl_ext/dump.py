@@ -61,19 +61,6 @@ COLUMNS = {  # fields of the receipt's batch, and TRL's names of them
 }
 
 
-def dump_options(token_dump: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptions:
-    """Read the options of a dump, from a folder alone or from a mapping. ValueError: an unknown one, or a wrong value."""
-    section: Mapping[str, Any] = {"folder": token_dump}
-    if isinstance(token_dump, Mapping):
-        section = token_dump
-    if not section.get("folder"):
-        raise ValueError(
-            f"token_dump={token_dump!r} must be a folder, or a mapping with folder, and perhaps every, responses, received"
-        )
-    folder = Path(section["folder"]).expanduser().absolute()
-    return DumpOptions.of_section("token_dump", {**section, "folder": folder})
-
-
 def set_aside(folder: Path, metrics: Path) -> None:
     """Move the files of an earlier training, which one from step 0 would overwrite, into a folder beside them."""
     files = [*folder.glob("step_*"), *folder.glob("received_*"), *metrics.parent.glob(metrics.name)]

@@ -32,10 +32,11 @@ from grail_advantage.data import (
     token_mean,
     within_range,
 )
+from grail_advantage.dump import DumpOptions
 from grail_advantage.method import BaseMethod, build
 from grail_advantage.methods.sessions import TurnMethod
 from grail_advantage.processes import WeighingProcess
-from grail_advantage.trl_ext.dump import GenerationDump, dump_options, loss_mask
+from grail_advantage.trl_ext.dump import GenerationDump, loss_mask
 from grail_advantage.trl_ext.rules import check_neighbours, check_trainer, check_version
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,10 @@ class TokenWeightGRPOTrainer(WeighingProcess, GRPOTrainer):
         self._asked = False
         self._answers = AnswerCheck(self.method, self.answer, missing_answers, total=self._total)
         # A wrong option ends here, before TRL loads the model.
-        dumping = None if token_dump is None else dump_options(token_dump)
+        dumping = None
+        if token_dump is not None:
+            section = token_dump if isinstance(token_dump, Mapping) else {"folder": token_dump}
+            dumping = DumpOptions.of_section("token_dump", section)
         # Of the latest generation; None without tools.
         self._tool_mask: list[list[int]] | None = None
         self.call_rewards = self.method.rewards if isinstance(self.method, TurnMethod) else ""

@@ -118,8 +118,7 @@ class Settings:
         dump = None
         section = algorithm["token_dump"]
         if section["folder"] is not None:
-            folder = Path(str(section["folder"])).expanduser().absolute()
-            dump = DumpOptions.of_section(DUMP.rstrip("."), {**section, "folder": folder})
+            dump = DumpOptions.of_section(DUMP.rstrip("."), section)
         method = build(name, algorithm.get(methods()[name].section))
         return MethodSettings(config=plain, kind=kind, method=method, answer=answer, dump=dump)
 
