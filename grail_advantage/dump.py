@@ -429,8 +429,7 @@ def _noting(path: Path, kind: str, problems: list[str]) -> Iterator[None]:
         TypeError,
         AttributeError,
     ) as error:
-        damage = f"{path}: is damaged or no {kind} file of a token dump ({why(error)})"
-        problem = visible(damage, breaks=False)
+        problem = visible(f"{path}: is damaged or no {kind} file of a token dump ({why(error)})")
         if problem not in problems:
             problems.append(problem)
             logger.warning(problem)

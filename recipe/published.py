@@ -221,7 +221,7 @@ def main() -> None:
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
         source = "DRY_RUN=1 bash examples/run_qwen3_grail.sh"
         message = f"stdin must be a resolved configuration, as of {source}: {error}"
-        sys.exit(visible(message, breaks=False))
+        sys.exit(visible(message))
     rows = []
     differing = []
     for setting, ours, verdict in settings:

@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
         )
         say(*lines)
     except (ValueError, OSError) as error:
-        raise SystemExit(visible(f"analyze: {error}", breaks=False)) from error
+        raise SystemExit(visible(f"analyze: {error}")) from error
     table = ""
     if any(row.labelled or "values" in row.columns for row in responses):
         table = f"; python -m bench {options.out}"

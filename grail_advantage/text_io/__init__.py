@@ -99,7 +99,7 @@ def why(error: Exception) -> str:
     return " ".join(text.split())[:200]
 
 
-def visible(text: str, *, breaks: bool = True) -> str:
+def visible(text: str, *, breaks: bool = False) -> str:
     """The text with its invisible characters spelt out: control pictures (``\u2400`` for NUL), or ``<U+202E>``.
 
     A line break becomes ``\u21b5``, and a line break behind it where ``breaks`` is set.
@@ -127,7 +127,7 @@ def say(*lines: str, file: TextIO | None = None) -> None:
     file = file or sys.stdout
     for line in lines:
         encoding = getattr(file, "encoding", None) or "utf-8"
-        text = visible(line, breaks=False).encode(encoding, "backslashreplace").decode(encoding)
+        text = visible(line).encode(encoding, "backslashreplace").decode(encoding)
         print(text, file=file, flush=True)
 
 

@@ -94,7 +94,7 @@ def draw(header: DumpHeader, table: pa.Table, width: float) -> Figure:
         )
     # A token without text and name shows that it is there.
     texts = [
-        visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}"))
+        visible(text or header.special_tokens.get(token, "\N{DOTTED CIRCLE}"), breaks=True)
         for token, text in zip(row["token_ids"], row["tokens"], strict=True)
     ]
     labels = json.loads(row["labels"] or "{}")

@@ -164,7 +164,7 @@ def render(runs: Sequence[Run], rollouts: int = ROLLOUTS, megabytes: float = MEG
     parts = {
         "POLICY": policy.format(*hashes),
         # A folder's name that is no UTF-8 has halves of surrogate pairs, which no file can hold.
-        "TITLE": html.escape(visible(" against ".join(names), breaks=False)),
+        "TITLE": html.escape(visible(" against ".join(names))),
         "INDEX": packed(_json(index)),
         "BLOCKS": "\n".join(blocks),
     }

@@ -80,5 +80,5 @@ def read_metrics(file: Path, problems: list[str]) -> dict[str, dict[int, float]]
     if unread:
         problems.append(f"{file}:{unread[0]}: is no line of a log; {len(unread)} such are left out")
     if problems:
-        logger.warning(visible("; ".join(problems), breaks=False))
+        logger.warning(visible("; ".join(problems)))
     return metrics

@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
             content = json.dumps(result, indent=2, ensure_ascii=False)
             write_whole(folder / f"{name}.json", content + "\n")
     except (ValueError, RuntimeError, OSError, CalledProcessError) as error:
-        sys.exit(visible(f"{parser.prog}: error: {error}", breaks=False))
+        sys.exit(visible(f"{parser.prog}: error: {error}"))
     say(*page.split("\n"))
 
 

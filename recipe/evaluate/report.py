@@ -207,7 +207,7 @@ def page(result: dict) -> str:
     }
     rows = []
     for label, row in labels.items():
-        cells = [shown(label), row.get("problems", "")]
+        cells = [visible(label), row.get("problems", "")]
         for name in names:
             scale = 100
             digits = 2 if sign else 1
@@ -227,17 +227,14 @@ def page(result: dict) -> str:
     if sign:
         a = result["first"]
         b = result["second"]
-        return f"{page(a)}\n{page(b)}\n# B (`{shown(b['folder'])}`) minus A (`{shown(a['folder'])}`)\n\n{lines}\n"
+        return f"{page(a)}\n{page(b)}\n# B (`{visible(b['folder'])}`) minus A (`{visible(a['folder'])}`)\n\n{lines}\n"
     settings = {**result["run"], **result["run"]["sampling"]}
     settings["mean tokens of responses with a box"] = f"{result['mean']['tokens_of_answered']:.0f}"
     counts = pd.DataFrame(result["benchmarks"].values()).filter(like="no_verdict").sum()
     settings.update(counts.astype(int))
     listed = [
-        shown(f"{name} {value}") for name, value in settings.items() if not isinstance(value, dict)
+        visible(f"{name} {value}")
+        for name, value in settings.items()
+        if not isinstance(value, dict)
     ]
-    return f"# Evaluation of `{shown(settings['model'])}`\n\n{lines}\n\n{', '.join(listed)}.\n"
-
-
-def shown(text: str) -> str:
-    """Returns a text of a file in one line, with its invisible characters spelt out."""
-    return visible(text, breaks=False)
+    return f"# Evaluation of `{visible(settings['model'])}`\n\n{lines}\n\n{', '.join(listed)}.\n"
