@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.clone import ROOT
+
 DOCS = ROOT / "docs"
 FOLDERS = {
     "own_trainer.md": ROOT / "examples/trainer",

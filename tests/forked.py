@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).parents[1]
+from tests.clone import ROOT
+
 PRELOADED = (
     "peft torch transfer_queue transformers.models.llama transformers.models.qwen3 verl.trainer.main_ppo "
     "verl.workers.engine_workers grail_advantage.verl_ext.worker recipe.run_life.trainer"

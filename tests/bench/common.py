@@ -1,7 +1,7 @@
 """The tiny model's responses, and analyses of lines by it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,11 @@ MODEL = f"--model tiny --length 64 --device cpu --reward {REWARD}".split()
 
 def lines_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, lines: Iterable[Any]) -> Path:
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
 
 
 def sampled(out: Path, problems: int, *options: str) -> list[dict[str, Any]]:

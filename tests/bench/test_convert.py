@@ -1,17 +1,15 @@
 """ProcessBench's solutions as lines."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from bench import convert
-from tests.bench.common import lines_in
+from tests.bench.common import lines_in, write_lines
 
 
 def lines_of(tmp_path: Path, *records: object) -> list[dict]:
-    path = tmp_path / "in.jsonl"
-    path.write_text("\n".join(map(json.dumps, records)))
+    path = write_lines(tmp_path / "in.jsonl", records)
     convert.main(["processbench", str(path), str(tmp_path / "out.jsonl")])
     return lines_in(tmp_path / "out.jsonl")
 

@@ -1,6 +1,5 @@
 """Values by rollouts of the tiny model against its known errors, the table against planted credit, and the fit."""
 
-import json
 import random
 import re
 from collections import defaultdict
@@ -22,7 +21,7 @@ from grail_advantage import AdvantageMethod, Rollouts
 from grail_advantage.analyze.models import model_of
 from grail_advantage.method import METHODS, build, methods, register
 from grail_advantage.methods.fitted import read_fit
-from tests.bench.common import MODEL, analyzed, lines_in, sampled
+from tests.bench.common import MODEL, analyzed, lines_in, sampled, write_lines
 from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.sampling import prompt_ids, sample
 from verl_cpu.tiny.task import Problem, compute_score, solve
@@ -80,19 +79,17 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(
 def test_the_same_command_resumes_to_the_same_bytes(lines: Path):
     source = lines.with_name("sums.jsonl")
     # 40 of the 96 responses first, then all of them into the same file.
-    part = lines.with_name("part.jsonl")
-    part.write_text("".join(source.read_text().splitlines(keepends=True)[:40]))
+    first, *rest = lines_in(source)
+    part = write_lines(lines.with_name("part.jsonl"), [first, *rest[:39]])
     resumed = lines.with_name("resumed.jsonl")
     with_values(part, resumed)
     with_values(source, resumed)
     assert resumed.read_bytes() == lines.read_bytes()
-    for option in ("temperature=0.5", "device=vllm"):
-        with pytest.raises(SystemExit, match=f"another {option.split('=')[0]}"):
-            with_values(source, resumed, f"--{option}")
+    # The other options are those of every command that samples: test_rollouts.py.
+    with pytest.raises(SystemExit, match="another temperature"):
+        with_values(source, resumed, "--temperature=0.5")
     # The same response, to another question.
-    first, *rest = source.read_text().splitlines(keepends=True)
-    changed = json.loads(first) | {"prompt": "1+1"}
-    part.write_text("".join([f"{json.dumps(changed)}\n", *rest]))
+    write_lines(part, [first | {"prompt": "1+1"}, *rest])
     with pytest.raises(SystemExit, match="does not hold the first lines"):
         with_values(part, resumed)
 
@@ -111,8 +108,7 @@ def test_what_has_no_values_is_refused(
     tmp_path: Path, lines: Path, change: dict[str, Any], option: str, message: str
 ):
     incorrect = next(line for line in lines_in(lines) if not line["reward"])
-    source = tmp_path / "one.jsonl"
-    source.write_text(json.dumps(incorrect | change))
+    source = write_lines(tmp_path / "one.jsonl", [incorrect | change])
     with pytest.raises(SystemExit, match=message):
         with_values(source, tmp_path / "out.jsonl", option)
 
@@ -271,9 +267,8 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
                 "settings": {"model": "known", "samples": samples},
             },
         }
-        records.append(json.dumps(record))
-    path.write_text("\n".join(records))
-    return path
+        records.append(record)
+    return write_lines(path, records)
 
 
 def planted_figures(path: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Planted methods get their verdicts, from a folder of ``analyze``, and figures are those worked out by hand."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -21,38 +20,29 @@ from grail_advantage import AdvantageMethod, Method, Rollouts, Weights
 from grail_advantage.answers.text import TokenTexts, edges_of
 from grail_advantage.dump import DumpRow
 from grail_advantage.method import METHODS, methods, register
-from tests.bench.common import analyzed
+from tests.bench.common import analyzed, write_lines
 
 
-def solutions(path: Path, errors: int = 60, controls: int = 60) -> Path:
-    """Sums of four to seven steps, of which the first wrong one is mostly a third of the way."""
+def solutions(path: Path) -> Path:
+    """Sums of four to seven steps. In the first 60 of 120 a step is wrong, mostly a third of the way."""
     rng = random.Random(0)
-    with path.open("w") as file:
-        for number in range(errors + controls):
-            steps = []
-            value = rng.randint(1, 9)
-            count = rng.randint(4, 7)
-            wrong = (
-                min(max(round(rng.gauss(0.33 * (count - 1), 0.5)), 0), count - 1)
-                if number < errors
-                else None
-            )
-            for step in range(count):
-                term = rng.randint(1, 9)
-                result = value + term + (rng.randint(1, 5) if step == wrong else 0)
-                steps.append(
-                    f"{value}+{term}={result};" + "so then " * (rng.random() < 0.5)
-                )
-                value = result
-            steps[-1] += f"\\boxed{{{value}}}"
-            line = {
-                "id": f"a{number}",
-                "prompt": f"sum ({number})",
-                "steps": steps,
-                "error": wrong,
-            }
-            file.write(json.dumps(line | {"reward": float(wrong is None)}) + "\n")
-    return path
+    lines = []
+    for number in range(120):
+        steps = []
+        value = rng.randint(1, 9)
+        count = rng.randint(4, 7)
+        wrong = None
+        if number < 60:
+            wrong = min(max(round(rng.gauss(0.33 * (count - 1), 0.5)), 0), count - 1)
+        for step in range(count):
+            term = rng.randint(1, 9)
+            result = value + term + (rng.randint(1, 5) if step == wrong else 0)
+            steps.append(f"{value}+{term}={result};" + "so then " * (rng.random() < 0.5))
+            value = result
+        steps[-1] += f"\\boxed{{{value}}}"
+        line = {"id": f"a{number}", "prompt": f"sum ({number})", "steps": steps}
+        lines.append({**line, "error": wrong, "reward": float(wrong is None)})
+    return write_lines(path, lines)
 
 
 def _wrong(text: str, starts_T: np.ndarray) -> np.ndarray:
@@ -275,8 +265,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path):
         {"steps": ["1+1=3;", box], "error": 0, "reward": 1},
         {"steps": [box], "error": 0, "reward": 0},
     ]
-    path = tmp_path / "lines.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": "a"} | line) for line in lines))
+    path = write_lines(tmp_path / "lines.jsonl", [{"prompt": "a"} | line for line in lines])
     folder = analyzed(path, tmp_path / "seen", {"noise": Planted(planted="noise")})
     records, counts = table.read(folder)
     assert counts == {

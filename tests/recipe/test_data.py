@@ -55,7 +55,7 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path):
         "--benchmarks",
         "math500,aime24,amc23,minerva_math,gsm8k",
     ]
-    assert main(["--local-dir", str(GOLDEN), "--output-dir", str(tmp_path), *sets]) == 0
+    assert main([*sets, "--local-dir", str(GOLDEN), "--output-dir", str(tmp_path)]) == 0
     tables = {path.stem: pq.read_table(path) for path in tmp_path.glob("*.parquet")}
     assert len(tables) == 6 and pa.concat_tables(tables.values())
     rows = {name: table.to_pylist() for name, table in tables.items()}
@@ -150,41 +150,22 @@ def test_the_hub(
     hub.mkdir()
     (hub / "test.jsonl").write_text((GOLDEN / "aime24.jsonl").read_text() * 20 + bad)
     # The hub's AIME copy has its rows in "train": another split has to be asked for.
-    options = [
-        "--train",
-        "none",
-        "--benchmarks",
-        "aime24,amc23",
-        "--local-dir",
-        str(GOLDEN),
-    ]
+    sets = ["--train", "none", "--benchmarks", "aime24,amc23"]
+    options = [*sets, "--local-dir", str(GOLDEN), "--output-dir", str(tmp_path)]
     # Line 21 is dropped: 1 of 21 is less than 5 %.
     for split, count in (("test", 20), ("test[10:14]", 4)):
         place = f"aime24={hub}::{split}"
-        assert main([*options, "--output-dir", str(tmp_path), "--hub-id", place]) == 0
+        assert main([*options, "--hub-id", place]) == 0
         assert len(rows_of(tmp_path / "aime24.parquet")) == count
     assert f"dropped: {hub}::test, row 21: " in capsys.readouterr().err
     assert rows_of(tmp_path / "amc23.parquet") == golden("amc23")
 
 
-TEXTS = (
-    "2024-01-05",
-    "2024-01-05 10:30:00",
-    "10:30",
-    "007",
-    "1.50",
-    "1e3",
-    "NA",
-    "true",
-    "1/2",
-    "2024-01",
-    "-0",
-    "1,000",
-)
+TEXTS = "2024-01-05|2024-01-05 10:30:00|10:30|007|1.50|1e3|NA|true|1/2|2024-01|-0|1,000"
 """Answers that a reader of tables takes for something else."""
 
 
-TABLE = pd.DataFrame({"problem": "When?", "answer": TEXTS})
+TABLE = pd.DataFrame({"problem": "When?", "answer": TEXTS.split("|")})
 WRITERS = {
     "jsonl": partial(TABLE.to_json, orient="records", lines=True),
     "json": partial(TABLE.to_json, orient="records"),
@@ -198,7 +179,7 @@ WRITERS = {
 def test_the_example_for_trl_reads_the_text_that_is_in_a_file(kind: str, tmp_path: Path):
     file = tmp_path / f"rows.{kind}"
     WRITERS[kind](file)
-    assert list(problems(str(file))["solution"]) == list(TEXTS)
+    assert list(problems(str(file))["solution"]) == [*TABLE["answer"]]
 
 
 def test_the_example_for_trl_takes_slices_and_names_a_broken_line(

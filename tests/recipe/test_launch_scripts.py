@@ -21,10 +21,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from grail_advantage.verl_ext.settings import OPTIONS_FILE, options_yaml
 from recipe import run_life
 from recipe.published import compared, trl_arguments
+from tests.clone import ROOT
 from tests.composed import VERL, compose, prepare
 from tests.documentation import DOCS
 
-ROOT = Path(__file__).parents[2]
 PRINTS = Path(__file__).with_name("print_arguments.sh")
 GPUS = "run_qwen3_grail.sh"
 BASE_MATH = (ROOT / "recipe/base_math.jinja").read_text().rstrip("\n")
@@ -43,28 +43,25 @@ def unused() -> Path:
 
 
 @cache
-def _words(script: str, *arguments: str, project: Path, **knobs: str) -> list[str]:
-    """The name of verl's configuration and the overrides that a script gives with these environment names and no others;
-    ValueError with what it says if it starts nothing."""
+def printed(script: str, *arguments: str, project: Path | None = None, **knobs: str) -> str:
+    """What a script starts with these environment names and no others; ValueError with what it says if it starts nothing."""
     variables = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "PYTHON": str(PRINTS), **knobs}
-    command = ["bash", project / "examples" / script, *arguments]
+    command = ["bash", (project or unused()) / "examples" / script, *arguments]
     done = subprocess.run(command, env=variables, cwd="/", capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr)
-    _, *start, config, overrides = done.stdout.rstrip("\0").split("\0", 5)
-    assert start == [
-        "-m",
-        "verl.trainer.main_ppo",
-        f"--config-path={project}/recipe/config",
-    ]
-    return [config.removeprefix("--config-name="), *overrides.split("\0")]
+    return done.stdout
 
 
 def configuration(
     script: str, *arguments: str, project: Path | None = None, **knobs: str
 ) -> DictConfig:
-    name, *overrides = _words(script, *arguments, project=project or unused(), **knobs)
-    return compose(name, overrides)
+    """By the name of verl's configuration and the overrides that a script gives."""
+    words = printed(script, *arguments, project=project, **knobs)
+    _, *start, config, overrides = words.rstrip("\0").split("\0", 5)
+    folder = f"{project or unused()}/recipe/config"
+    assert start == ["-m", "verl.trainer.main_ppo", f"--config-path={folder}"]
+    return compose(config.removeprefix("--config-name="), overrides.split("\0"))
 
 
 def container(*arguments: str, **knobs: str) -> dict[str, Any]:
@@ -223,9 +220,8 @@ def test_an_arm_is_a_run_of_verl(arm: str):
 
 
 def test_the_arms_are_runs_of_trl_seed_by_seed():
-    knobs = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "TRAINER": "trl", "SEEDS": "3 4"}
-    command = ["bash", unused() / "examples/run_five_arms.sh", "--steps", "9"]
-    output = subprocess.check_output(command, env=knobs, text=True)
+    knobs = {"TRAINER": "trl", "SEEDS": "3 4"}
+    output = printed("run_five_arms.sh", "--steps", "9", **knobs)
     starts = output.replace("'", "").splitlines()
     runs = itertools.product((3, 4), ARMS.values())
     for start, (seed, (_, _, options)) in zip(starts, runs, strict=True):
@@ -234,7 +230,7 @@ def test_the_arms_are_runs_of_trl_seed_by_seed():
 
 def test_an_arm_that_is_none_starts_nothing():
     with pytest.raises(ValueError, match="ARMS="):
-        _words("run_five_arms.sh", project=unused(), ARMS="grail,answer")
+        printed("run_five_arms.sh", ARMS="grail,answer")
 
 
 def test_three_words_three_things():
@@ -316,7 +312,7 @@ def test_a_name_or_a_value_that_is_not_read_starts_nothing(script: str, clone: P
     for knob, remedy in {**RENAMED, **knobs}.items():
         name, _, value = knob.partition("=")
         with pytest.raises(ValueError, match=f"{name}=") as refused:
-            _words(script, project=clone, **{name: value})
+            printed(script, project=clone, **{name: value})
         assert remedy in str(refused.value)
 
 

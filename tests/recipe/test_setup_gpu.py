@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.clone import ROOT
+
 UV = """#!/bin/bash
 echo "$@" >>{folder}/calls
 [[ $* != *--default-index*flash-attn* || $WHEEL != none ]]

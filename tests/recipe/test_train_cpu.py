@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.clone import ROOT
 from tests.run_life.processes import comes_true, lives
 
-ROOT = Path(__file__).parents[2]
 STAND_IN = f"""#!/usr/bin/env bash
 # Each call is a line of calls.txt; the trainer "trains" until told to end.
 echo "$*" >>calls.txt

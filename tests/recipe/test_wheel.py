@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 import grail_advantage
 from grail_advantage.verl_ext.settings import Settings
+from tests.clone import ROOT
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.nightly
 
 

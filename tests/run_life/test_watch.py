@@ -15,6 +15,7 @@ import pytest
 
 from recipe.run_life import watch
 from recipe.run_life.watch import HEADLINE, RunEnded, Watch, refuses
+from tests.clone import ROOT
 from tests.run_life.processes import comes_true, lives
 
 BOUND = 900.0
@@ -88,9 +89,8 @@ def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
 ):
     """A process of the user's has died before, and ended nothing."""
     command = [sys.executable, "-m", "tests.run_life.ending_run", str(tmp_path)]
-    root = Path(__file__).parents[2]
     with (tmp_path / "output").open("w") as output:
-        driver = psutil.Popen(command, cwd=root, stdout=output, stderr=subprocess.STDOUT)
+        driver = psutil.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     everybody = {driver}
     try:
         path = tmp_path / "processes.json"

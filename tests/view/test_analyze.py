@@ -66,9 +66,6 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
     """Bit for bit, for the first method as the run's and for each of several."""
     names = "grail_robust oar_g oar_p stare shear polarity progress_advantage"
     methods = {name: hosts.signal_of(name) for name in (first, *names.split())}
-    chosen = [
-        row for row, source in enumerate(hosts.RESPONSES) if math.isfinite(source.reward)
-    ]
     responses = [
         line_of(
             source.ids,
@@ -78,8 +75,9 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: i
             group=source.prompt,
         )
         for row, source in enumerate(hosts.RESPONSES)
-        if row in chosen
+        if math.isfinite(source.reward)
     ]
+    chosen = [int(response.id) for response in responses]
     loaders = {"tiny": tiny_model, "other": hosts.reference_model}
     analyze(
         responses,
@@ -125,13 +123,10 @@ def run(
 
 
 def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Path):
-    first, second = (
-        replace(RESPONSES[0], id=f"{i}", prompt=f"Ask {i}", reward=1.0) for i in "12"
-    )
-    run([first, second, replace(first, id="3")], ["surprisal"], tmp_path)
-    rows = list(read_dump(tmp_path))
-    assert rows[0].group == rows[2].group != rows[1].group
-    assert rows[0].base_advantage_T[0] == 1
+    responses = [line_of("5", id=name, prompt=name[0]) for name in ("a1", "b1", "a2")]
+    run(responses, ["surprisal"], tmp_path)
+    first, second, third = read_dump(tmp_path)
+    assert first.group == third.group != second.group
 
 
 def test_the_effect_between_two_checkpoints(tmp_path: Path):
@@ -288,21 +283,8 @@ def test_characters_become_tokens():
 
 def word_pieces() -> PreTrainedTokenizerFast:
     """WordPiece without capitals, whose tokens are in the dump as the vocabulary spells them."""
-    pieces = [
-        "[UNK]",
-        "so",
-        "##x",
-        "##y",
-        "z",
-        *"2+3=58.",
-        "##5",
-        "##8",
-        "##é",
-        "🙂",
-        "a",
-        "##b",
-    ]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    pieces = "[UNK] so ##x ##y z 2 + 3 = 5 8 . ##5 ##8 ##é 🙂 a ##b"
+    vocabulary = {piece: i for i, piece in enumerate(pieces.split())}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

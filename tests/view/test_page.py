@@ -31,10 +31,8 @@ def unpack(text: str) -> dict[str, Any]:
 
 def content_of(page: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The index of a page, and its rollouts."""
-    (index,) = re.findall(r'id="index">([^<]*)<', page)
-    return unpack(index), [
-        unpack(block) for block in re.findall(r'id="r\d+">([^<]*)<', page)
-    ]
+    index, *rollouts = map(unpack, re.findall(r'id="(?:index|r\d+)">([^<]*)<', page))
+    return index, rollouts
 
 
 def page_of(*runs: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
