@@ -98,7 +98,7 @@ def plain_rollouts(**changes: Any) -> Rollouts:
     rewards_B = torch.tensor(
         [math.nan if reward is None else reward for reward in rewards], dtype=torch.float64
     )
-    parts: dict[str, Any] = {
+    parts = {
         "prompts": [torch.tensor(encode(response.prompt)) for response in RESPONSES],
         "responses": [torch.tensor(response.ids) for response in RESPONSES],
         "mask": written_BT,

@@ -494,7 +494,7 @@ def planted(source: str, fault: Fault) -> str:
     pattern = parsed(pattern_text)
     places = []
     for node in ast.walk(scope):
-        holes: dict[Any, Any] = {}
+        holes = {}
         if matches(pattern, node, holes):
             places.append((node, holes))
     place, holes = only(places, f"{fault.where}: {pattern_text}")

@@ -156,7 +156,7 @@ def test_the_example_of_how_it_works_runs(tmp_path: Path):
     tiny_model().save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
     (snippet,) = snippets("how_it_works.md")
-    names: dict = {}
+    names = {}
     exec(snippet.replace("Qwen/Qwen3-0.6B", str(tmp_path)), names)
     weights = names["result"].weights
     assert weights[names["response_mask"].bool()].unique().numel() > 3, (
@@ -233,7 +233,7 @@ def test_the_first_screens_weights_are_the_packages(
     assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(
         encoding="utf-8"
     )
-    names: dict[str, Any] = {"torch": torch}
+    names = {"torch": torch}
     exec(SHOWN["python"], names)
     rows = ROWS
     pattern = BOXED
@@ -250,7 +250,7 @@ def test_the_first_screens_weights_are_the_packages(
     expected = compute_token_weights(
         model, tokenizer, *batch.tensors(), Grail(span=span), **arguments
     ).weights
-    scored: list[float] = []
+    scored = []
     for row, weights in zip(rows, batch.of_responses(expected), strict=True):
         ids = torch.tensor(encode(row.prompt)), torch.tensor(encode(row.response))
         answers = find_answer(

@@ -5,7 +5,7 @@ import math
 
 NAN = math.nan
 INF = math.inf
-UNJUDGED: dict[str, tuple[list[float], list[float]]] = {
+UNJUDGED = {
     "no number": ([1.0, NAN, 0.0, 0.0], [2 / 3, NAN, -1 / 3, -1 / 3]),
     "infinite": ([0.0, 1.0, INF, 0.5], [-0.5, 0.5, NAN, 0.0]),
     "of both signs": ([INF, 1.0, 0.0, -INF], [NAN, 0.5, -0.5, NAN]),

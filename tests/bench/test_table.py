@@ -2,7 +2,6 @@
 
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -66,7 +65,7 @@ def _crash(text: str, starts_T: np.ndarray) -> np.ndarray:
     raise IndexError("no such token")
 
 
-PLANTED: dict[str, Callable[[str, np.ndarray], np.ndarray]] = {
+PLANTED = {
     "perfect": _wrong,
     "flipped": lambda text, starts_T: 1 - _wrong(text, starts_T),
     "faint": lambda text, starts_T: (
@@ -138,7 +137,7 @@ def registered():
 @pytest.fixture(scope="module")
 def folder(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
-    chosen: dict[str, Method] = {name: Planted(planted=name) for name in PLANTED}
+    chosen = {name: Planted(planted=name) for name in PLANTED}
     chosen["praise"] = Praise(planted="perfect")
     return analyzed(solutions(folder / "sums.jsonl"), folder / "seen", chosen)
 
@@ -206,7 +205,7 @@ def test_other_advantages_are_refused(folder: Path, tmp_path: Path):
 
 def test_steps_without_a_token_are_none():
     """Steps of two, no and two tokens, then the answer's and an end token, which has no text."""
-    labels: dict[str, list] = {"steps": [[0, 2], [2, 2], [2, 4], [4, 6]]}
+    labels = {"steps": [[0, 2], [2, 2], [2, 4], [4, 6]]}
     row = DumpRow(labels=labels, tokens=["1", "+", "2", "a", " ", ""], mask_T=np.ones(6))
     label = table.label_of(row)
     assert label.step_T.tolist() == [0, 0, 1, 1, 2, -1] and label.step is None

@@ -35,7 +35,7 @@ def test_steps_by_hand():
 
 
 def test_every_variant_is_the_first_once():
-    called: list[str] = []
+    called = []
     variants = {
         name: lambda name=name: called.append(name) or len(called) for name in "abc"
     }

@@ -45,7 +45,7 @@ class Writer:
 
     def __init__(self, turns: list[list[int]]) -> None:
         self.turns = iter(turns)
-        self.asked: list[list[int]] = []
+        self.asked = []
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], **_: Any
@@ -114,8 +114,8 @@ CONVERSATIONS = {
 def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str):
     texts, replies, rewards, perfect = CONVERSATIONS[name]
     output, writer = run_loop(tokenizer, texts)
-    ids: list[int] = []
-    mask: list[int] = []
+    ids = []
+    mask = []
     prompt = prompt_ids(tokenizer, CHAIN)
     for turn, text in enumerate(texts):
         # As the demonstrations have it.

@@ -5,7 +5,6 @@ import logging
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from tests.composed import compose, prepare
 from tests.recipe.test_reward import misjudged
 
 # A ground truth, a right box and an incorrect one; verdicts.jsonl has those of JSON's types.
-PLAIN: list[tuple[Any, str, str]] = [
+PLAIN = [
     (Decimal("3.50"), "3.5", "350"), (Decimal("1E+2"), "100", "1"), (Fraction(-1, 2), r"-\frac{1}{2}", "2"),
     (b"\\frac{1}{2}", "0.5", "2"), (np.bytes_(b"7"), "7", "55"),
     (("2", "3"), "3, 2", "2"), ([b"5", Decimal("3.50")], "5, 3.5", "3"),
@@ -38,9 +37,9 @@ class Unshown:
         raise RuntimeError
 
 
-ITSELF: list[Any] = []
+ITSELF = []
 ITSELF.append(ITSELF)
-UNUSABLE: list[Any] = [
+UNUSABLE = [
     None, {}, {"answer": "5"}, [], ["5", None], [""], ["5", {"a": 1}], set(), "", r"\boxed{}", "[]", "{}",
     float("nan"), float("inf"), Decimal("NaN"), Decimal("1E+5000"), np.float32("inf"), np.array([1.5, np.nan]),
     np.array(None), np.datetime64("2020-01-01", "ns"), np.zeros(1, [("a", int)])[0], torch.tensor(0.1, dtype=torch.bfloat16),

@@ -377,7 +377,7 @@ def commands(page: Path) -> list[tuple[str, list[str], dict[str, str]]]:
     """The launch scripts of a page's commands, in order, with their arguments and environment names."""
     starts = []
     for lines in lines_of(page):
-        exported: dict[str, str] = {}
+        exported = {}
         for line in lines:
             if line.startswith("export "):
                 exported.update(_variables(shlex.split(line, comments=True)[1:]))

@@ -335,7 +335,7 @@ def test_the_first_start_alone_validates_before_training(
     step: int, only: bool, validates: bool, monkeypatch: Any
 ):
     """But for a run that does nothing else; the configuration's own value is for every start."""
-    seen: list[bool] = []
+    seen = []
 
     class Base:
         config = OmegaConf.create({"trainer": {"val_before_train": True, "val_only": only}})

@@ -28,7 +28,7 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The watch's deaths."""
     monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.1)
-    dead: list[str] = []
+    dead = []
     monkeypatch.setattr(Watch, "deaths", lambda self: list(dead))
     return dead
 

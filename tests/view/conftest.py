@@ -34,10 +34,10 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens reports, without a network and without motion; fails when a page wrote to the console or asked for more files."""
-    pages: list[Any] = []
+    pages = []
     # What the pages wrote to the console, and the files that they asked for.
-    messages: list[str] = []
-    requests: list[str] = []
+    messages = []
+    requests = []
 
     def dismiss(dialog: Any) -> None:
         messages.append(f"dialog: {dialog.message}")

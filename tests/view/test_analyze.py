@@ -397,7 +397,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
     request.addfinalizer(partial(METHODS.pop, "fails"))
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
     chosen = {"fails": Fails(), "steady": Fails(broken=False)}
-    loads: list[int] = []
+    loads = []
 
     def load() -> Any:
         loads.append(1)

@@ -356,7 +356,7 @@ def test_axe_finds_nothing_serious(
 
 # -------------------------------------------------------------------------------------------------------------- hostile texts
 
-HOSTILE: dict[str, list[str]] = {
+HOSTILE = {
     "</script><script>pwned=1;alert(1)</script>": [],
     "<img src=x onerror=alert(2)>": [],
     "<!--<script>": [],
@@ -453,7 +453,7 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open):
 def test_the_policy_holds(runs: Path, browser: Any):
     """Markup that gets into the page in spite of all does not run and cannot send."""
     page = browser.new_page()
-    messages: list[str] = []
+    messages = []
     page.on("console", lambda message: messages.append(message.text))
     page.goto((runs / "grail" / "report.html").as_uri())
     page.wait_for_selector("html[data-ready]")

@@ -36,7 +36,7 @@ values = st.recursive(
     lambda own: st.lists(own, max_size=3) | st.dictionaries(texts, own),
     max_leaves=4,
 )
-good: dict[str, Any] = {"prompt": "a", "response": "b c"}
+good = {"prompt": "a", "response": "b c"}
 
 
 @few
@@ -96,7 +96,7 @@ def changes_of(*choices: tuple[str, Iterable[Any]]) -> list[dict[str, Any]]:
     ]
 
 
-HEADERS: list[Any] = changes_of(
+HEADERS = changes_of(
     ("step", [EVIL, [], HUGE, None]),
     ("method", [EVIL, {"x": EVIL}, None]),
     ("special_tokens", [[], "x", {EVIL: "x"}, {"1": [EVIL]}, {"1": None}]),
@@ -105,7 +105,7 @@ HEADERS: list[Any] = changes_of(
     ("schema_version", [EVIL, HUGE]),
     (EVIL, [1]),
 )
-NO_HEADERS: list[Any] = [[], 1, None, "x", {"a": 1}]
+NO_HEADERS = [[], 1, None, "x", {"a": 1}]
 RECORDS = changes_of(
     ("findings", [EVIL, 1, None, {EVIL: 1}, [EVIL], [[]], [{"name": EVIL}]]),
     ("tokens updates clipped seen_from responses", [EVIL, [[EVIL]], {}]),
