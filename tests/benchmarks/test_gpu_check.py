@@ -1,14 +1,15 @@
 """The GPU check without a GPU: its parts at toy size on the CPU, what it makes of failures, and its figures by hand."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def tables(page: str) -> dict[str, dict[str, list[str]]]:
     """The rows of each table of a part's page, by its name and the row's first column."""
     named = {}
     blocks = page.split("\n\n")
-    for title, block in pairwise(block.strip() for block in blocks):
+    for title, block in itertools.pairwise(block.strip() for block in blocks):
         if block.startswith("|"):
             rows = [line.strip("| ").split(" | ") for line in block.splitlines()[2:]]
             named[title.partition(". ")[0]] = {label: cells for label, *cells in rows}
@@ -99,31 +100,26 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
 ):
     """Of another method once the parameters are bfloat16, or at every other call, as a faulty kernel might give them."""
     right = plain.weights
-    calls = iter(range(100))
-    for faulty in (False, True):
+
+    def faulty(model: Any, method: Any, rollouts: Any) -> Any:
+        if model.dtype == torch.bfloat16:
+            method = plain.METHODS["oar_g, official"]
+        return right(model, method, rollouts)
+
+    for weights, status in ((right, "passed"), (faulty, "failed")):
         checked = outcome(tmp_path)
         model = random_model("toy", "cpu", torch.float32)
-
-        def weights(model: Any, method: Any, rollouts: Any, faulty: bool = faulty) -> Any:
-            wrong = faulty and next(model.parameters()).dtype == torch.bfloat16
-            return right(
-                model, plain.METHODS["oar_g, official"] if wrong else method, rollouts
-            )
-
         monkeypatch.setattr(plain, "weights", weights)
         plain.precision(checked, "toy", model, plain.incorrect("toy", 2, 80))
-        assert checked.statuses == {"failed" if faulty else "passed"}
+        assert checked.statuses == {status}
 
     # Not GRAIL's own options, so that every other call gives other weights.
-    faulty_method = Grail(
-        "robust", statistics="response", gate="wrong", normalize_mass=False
-    )
+    strange = Grail("robust", statistics="response", gate="wrong", normalize_mass=False)
+    in_place = itertools.cycle([strange, None])
     monkeypatch.setattr(
         plain,
         "weights",
-        lambda model, method, rows: right(
-            model, method if next(calls) % 2 else faulty_method, rows
-        ),
+        lambda model, method, rows: right(model, next(in_place) or method, rows),
     )
     for part in ("precision", "passes"):
         monkeypatch.setattr(plain, part, lambda *_: None)
@@ -261,18 +257,12 @@ def test_two_million_bfloat16_rows_go_through_in_few_calls(
     )
     monkeypatch.setattr(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
     log_probabilities_in_few_calls()
-    calls = []
-    logsumexp = torch.logsumexp
-    monkeypatch.setattr(
-        torch,
-        "logsumexp",
-        lambda *values, **options: calls.append(1) or logsumexp(*values, **options),
-    )
+    reduced = Mock(wraps=torch.logsumexp)
+    monkeypatch.setattr(torch, "logsumexp", reduced)
     logits_NV = torch.randn(2_000_000, 16).bfloat16().requires_grad_()
-    transformer_impl.logprobs_from_logits(
-        logits_NV, torch.zeros(2_000_000, dtype=torch.int64)
-    ).sum().backward()
-    assert 1 < len(calls) <= 20
+    labels_N = torch.zeros(2_000_000, dtype=torch.int64)
+    transformer_impl.logprobs_from_logits(logits_NV, labels_N).sum().backward()
+    assert 1 < reduced.call_count <= 20
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock, patch
 
 import numpy as np
 import pandas as pd
@@ -390,18 +391,12 @@ class Fails(Method):
         return Weights(scores)
 
 
-def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
-    tmp_path: Path, monkeypatch: Any, request: pytest.FixtureRequest
-):
+@patch.dict(METHODS)
+def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path: Path):
     register("fails")(Fails)
-    request.addfinalizer(partial(METHODS.pop, "fails"))
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
     chosen = {"fails": Fails(), "steady": Fails(broken=False)}
-    loads = []
-
-    def load() -> Any:
-        loads.append(1)
-        return tiny_model()
+    load = Mock(side_effect=tiny_model)
 
     def analysis(folder: str, responses: Sequence[Response] = responses) -> list[str]:
         models = {"m": (char_tokenizer(), load)}
@@ -415,14 +410,9 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
     pair = {"fails", "steady"}
     assert names == [pair] * 32 + [{"steady"}] * 32 + [pair] * 6
 
-    def killed(folder: Path, header: Any, table: Any) -> Path:
-        if header.step == 1:
-            raise KeyboardInterrupt
-        return write(folder, header, table)
-
-    write = command.write_step
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(command, "write_step", killed)
+    # It is killed before it writes its second file.
+    killed = Mock(wraps=command.write_step, side_effect=[DEFAULT, KeyboardInterrupt])
+    with patch.object(command, "write_step", killed), pytest.raises(KeyboardInterrupt):
         analysis("part")
     assert analysis("part") == summary
     files = sorted((tmp_path / "whole").iterdir())
@@ -430,7 +420,7 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(
     for file in files:
         assert (tmp_path / "part" / file.name).read_bytes() == file.read_bytes(), file.name
     # Nothing is missing, and no model is loaded.
-    assert analysis("whole") == summary and len(loads) == 3
+    assert analysis("whole") == summary and load.call_count == 3
     for changed in ([replace(responses[0], response="x"), *responses[1:]], responses[:-1]):
         with pytest.raises(ValueError, match="does not hold this analysis"):
             analysis("whole", changed)
