@@ -3,7 +3,7 @@
 import random
 import shutil
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pandas as pd
@@ -61,10 +61,6 @@ def _noise(text: str, starts_T: np.ndarray) -> np.ndarray:
     return np.random.default_rng(list(text.encode())).random(len(starts_T))
 
 
-def _crash(text: str, starts_T: np.ndarray) -> np.ndarray:
-    raise IndexError("no such token")
-
-
 PLANTED = {
     "perfect": _wrong,
     "flipped": lambda text, starts_T: 1 - _wrong(text, starts_T),
@@ -85,7 +81,7 @@ PLANTED = {
         starts_T >= text.index("\\boxed"), 1.0, 0.3 * _wrong(text, starts_T)
     ),
     "no_number": lambda text, starts_T: np.full(len(starts_T), np.nan),
-    "crash": _crash,
+    "crash": Mock(side_effect=IndexError("no such token")),
 }
 
 

@@ -332,7 +332,7 @@ def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("step", "only", "validates"), [(0, False, True), (3, False, False), (3, True, True)]
 )
 def test_the_first_start_alone_validates_before_training(
-    step: int, only: bool, validates: bool, monkeypatch: Any
+    step: int, only: bool, validates: bool
 ):
     """But for a run that does nothing else; the configuration's own value is for every start."""
     seen = []
