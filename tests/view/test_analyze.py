@@ -436,12 +436,16 @@ def test_groups_stay_in_one_file():
     assert sorted(place for part in parts for place in part) == list(range(70))
 
 
+def save(folder: str, seed: int = 0) -> None:
+    for part in (tiny_model(max_position_embeddings=512, seed=seed), char_tokenizer()):
+        part.save_pretrained(folder)
+
+
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """The command, in a folder of its own with a tiny model."""
     monkeypatch.chdir(tmp_path)
-    tiny_model(max_position_embeddings=512).save_pretrained("model")
-    char_tokenizer().save_pretrained("model")
+    save("model")
     return lambda line: main([*line.split(), "--model", "model", "--device", "cpu"])
 
 
@@ -580,8 +584,7 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
     """What changes a figure is named where it differs; the same command resumes."""
     write_lines("r.jsonl", [LINE])
     Path("mine.py").write_text(OWN)
-    tiny_model(max_position_embeddings=512, seed=1).save_pretrained("later")
-    char_tokenizer().save_pretrained("later")
+    save("later", seed=1)
     start = "r.jsonl --import mine.py --method mine:by=3.5 --out"
     call(f"{start} found")
     call(f"{start} found")
@@ -598,7 +601,7 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
         with pytest.raises(SystemExit, match=f"another .*{name}"):
             call(f"{start} found {option}")
     # Trained on, under the same name.
-    tiny_model(max_position_embeddings=512, seed=2).save_pretrained("model")
+    save("model", seed=2)
     with pytest.raises(SystemExit, match="another files"):
         call(f"{start} found")
     call(f"{start} again")
