@@ -158,10 +158,8 @@ def run(outcome, device):
         ("l", 1, "lacks no_such_module"),
     ):
         assert command.main([letter, "--dry", "--results", str(tmp_path)]) == status
-        assert (
-            words in capsys.readouterr().out
-            and words in (tmp_path / f"{letter}.md").read_text()
-        )
+        assert words in capsys.readouterr().out
+        assert words in (tmp_path / f"{letter}.md").read_text()
     with pytest.raises(SystemExit):
         command.main(["d", "--dry", "--results", str(tmp_path)])
     assert "- passed: then (yes)" in (tmp_path / "d.md").read_text()
@@ -234,10 +232,8 @@ def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(
     # The script asks the interpreter for verl first.
     monkeypatch.setattr(sys, "executable", "/bin/false")
     launch.rehearse(checked := outcome(tmp_path), "cpu", tmp_path / "launch")
-    assert (
-        checked.statuses == {"failed"}
-        and str(tmp_path / "launch/killed.log") in checked.path.read_text()
-    )
+    assert checked.statuses == {"failed"}
+    assert str(tmp_path / "launch/killed.log") in checked.path.read_text()
     assert "/bin/false has no verl" in (tmp_path / "launch/killed.log").read_text()
 
 

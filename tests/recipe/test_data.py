@@ -123,10 +123,8 @@ def test_a_bad_row_is_dropped(
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
     assert f"dropped: {tmp_path / name}.jsonl, line 3: " in capsys.readouterr().err
     assert pq.read_table(tmp_path / f"out/{name}.parquet").num_rows == 21
-    assert (
-        run(tmp_path / "many", name, [good, row]) == 1
-        and not (tmp_path / "many/out").exists()
-    )
+    assert run(tmp_path / "many", name, [good, row]) == 1
+    assert not (tmp_path / "many/out").exists()
 
 
 def test_the_training_split_is_no_benchmark(tmp_path: Path):

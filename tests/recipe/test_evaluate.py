@@ -235,11 +235,9 @@ def test_names_of_others_are_shown_escaped(pair: Path, capsys: pytest.CaptureFix
         write(pair / name, {"run": run}, [{**SCORE, "benchmark": f"amc{ESCAPE}"}])
     compare(pair, "--output-dir", str(pair))
     for text in (capsys.readouterr().out, (pair / "comparison.md").read_text()):
-        assert (
-            "amc\N{SYMBOL FOR ESCAPE}]52" in text
-            and "\x1b" not in text
-            and "\x07" not in text
-        )
+        assert "amc\N{SYMBOL FOR ESCAPE}]52" in text
+        assert "\x1b" not in text
+        assert "\x07" not in text
 
 
 def test_scores_and_results_are_of_one_evaluation(pair: Path):
@@ -326,10 +324,8 @@ def test_every_sample_has_a_seed_of_its_own(
             asyncio.run(draw(Engine, samples, {**SAMPLING, "seed": seed}, tokenizer, file))
         drawn.append(read_samples(path).set_index(KEY)["seed"])
     # Twelve samples for each of two seeds of the evaluation.
-    assert (
-        pd.concat(drawn).nunique() == 24
-        and drawn[0]["amc23", 0, 2, "p"] == 2035807689607783971
-    )
+    assert pd.concat(drawn).nunique() == 24
+    assert drawn[0]["amc23", 0, 2, "p"] == 2035807689607783971
     assert {*drawn[0].index} == {*keys}
 
 

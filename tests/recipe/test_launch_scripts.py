@@ -213,10 +213,8 @@ def test_an_arm_is_a_run_of_verl(arm: str):
     assert config.algorithm.adv_estimator == estimator
     assert OmegaConf.select(config, "algorithm.grail.control", default="none") == control
     assert (config.data.seed, config.trainer.experiment_name) == (3, f"{arm}-seed3")
-    assert (
-        config.trainer.test_freq == 7
-        and "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
-    )
+    assert config.trainer.test_freq == 7
+    assert "Qwen2.5-1.5B" in config.actor_rollout_ref.model.path
 
 
 def test_the_arms_are_runs_of_trl_seed_by_seed():
@@ -242,9 +240,8 @@ def test_three_words_three_things():
     estimators = [config["algorithm"].pop("adv_estimator") for config in configs]
     usual, uniform, grpo, dr_grpo = configs
     # With the method and its name taken out, three configurations are one.
-    assert (
-        estimators == ["grail", "uniform", "grpo", "grpo"] and usual == uniform == dr_grpo
-    )
+    assert estimators == ["grail", "uniform", "grpo", "grpo"]
+    assert usual == uniform == dr_grpo
     assert grpo["algorithm"]["norm_adv_by_std_in_grpo"]
     ours = grpo["actor_rollout_ref"]["actor"]
     losses = {name for name in ours if re.search("clip|loss", name)}
