@@ -29,7 +29,7 @@ from grail_advantage.data import (
 from grail_advantage.dump import table_of
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh, with_columns
-from tests.core.common import FITTED
+from tests.core import common
 from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
 
 TEMPERATURE = 0.9
@@ -64,7 +64,7 @@ RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
 SUM, NINE = dict.fromkeys(response.prompt for response in RESPONSES)
-DATA["options"]["fitted"] = FITTED
+DATA["options"]["fitted"] = common.FITTED
 COUNT = len(RESPONSES)
 GROUP_SIZE = len(RESPONSES) // 2
 TRUNCATED = 5
@@ -72,12 +72,7 @@ LIMIT = len(RESPONSES[TRUNCATED].ids)
 """Most tokens of a response; only the truncated one has as many."""
 ADVANTAGES = DATA["advantages"]
 """The rewards less the mean of their prompt's finite ones."""
-OWN = {
-    name: cls
-    for name, cls in methods().items()
-    if cls.__module__.startswith("grail_advantage.")
-}
-METHODS = [name for name, cls in OWN.items() if "examples" not in cls.reads]
+METHODS = [name for name in common.METHODS if "examples" not in methods()[name].reads]
 """The methods of this package but those that ask their prompts differently."""
 
 
@@ -95,9 +90,7 @@ def plain_rollouts(**changes: Any) -> Rollouts:
         response.reward if math.isfinite(response.reward) else None
         for response in RESPONSES
     ]
-    rewards_B = torch.tensor(
-        [math.nan if reward is None else reward for reward in rewards], dtype=torch.float64
-    )
+
     parts = {
         "prompts": [torch.tensor(encode(response.prompt)) for response in RESPONSES],
         "responses": [torch.tensor(response.ids) for response in RESPONSES],
@@ -106,7 +99,8 @@ def plain_rollouts(**changes: Any) -> Rollouts:
         "tokenizer": char_tokenizer(),
         "truncated": torch.arange(COUNT) == TRUNCATED,
         "groups": torch.arange(COUNT) // GROUP_SIZE,
-        "rewards": rewards_B,
+        # None is NaN.
+        "rewards": torch.tensor(np.array(rewards, dtype=float)),
         "fields": {"tool_rewards": [response.tool_rewards for response in RESPONSES]},
         "facts": {"reward": rewards, "outcome": [outcome_of(reward) for reward in rewards]},
     }

@@ -45,26 +45,25 @@ def unused() -> Path:
 @cache
 def printed(script: str, *arguments: str, project: Path | None = None, **knobs: str) -> str:
     """What a script starts with these environment names and no others; ValueError with what it says if it starts nothing."""
+    project = project or unused()
     variables = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "PYTHON": str(PRINTS), **knobs}
-    command = ["bash", (project or unused()) / "examples" / script, *arguments]
+    command = ["bash", project / "examples" / script, *arguments]
     done = subprocess.run(command, env=variables, cwd="/", capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr)
     return done.stdout
 
 
-def configuration(
-    script: str, *arguments: str, project: Path | None = None, **knobs: str
-) -> DictConfig:
+def configuration(*arguments: str, **knobs: Any) -> DictConfig:
     """By the name of verl's configuration and the overrides that a script gives."""
-    words = printed(script, *arguments, project=project, **knobs)
-    _, *start, config, overrides = words.rstrip("\0").split("\0", 5)
-    folder = f"{project or unused()}/recipe/config"
+    words = printed(*arguments, **knobs).rstrip("\0")
+    _, *start, config, overrides = words.split("\0", 5)
+    folder = f"{knobs.get('project', unused())}/recipe/config"
     assert start == ["-m", "verl.trainer.main_ppo", f"--config-path={folder}"]
     return compose(config.removeprefix("--config-name="), overrides.split("\0"))
 
 
-def container(*arguments: str, **knobs: str) -> dict[str, Any]:
+def container(*arguments: str, **knobs: Any) -> dict[str, Any]:
     return OmegaConf.to_container(configuration(*arguments, **knobs), resolve=True)
 
 
