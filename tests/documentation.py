@@ -6,6 +6,8 @@ from pathlib import Path
 from tests.clone import ROOT
 
 DOCS = ROOT / "docs"
+READ = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+"""What a user reads: neither changes nor the ledgers of development."""
 FOLDERS = {
     "own_trainer.md": ROOT / "examples/trainer",
     "trl.md": ROOT / "examples/trl",

@@ -27,21 +27,21 @@ from tests.core.tiny_models import (
     make_batch,
     tiny_model,
 )
-from tests.documentation import DOCS, ROOT, snippets
+from tests.documentation import READ, ROOT, snippets
 
-FOLDERS = ("docs", "benchmarks", "examples", "recipe", "bench")
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")),
-    ]
+FOLDERS = (
+    "docs",
+    "benchmarks",
+    "examples",
+    "recipe",
+    "bench",
+    "grail_advantage",
+    "scripts",
 )
-READ = [
-    ROOT / "README.md",
-    *sorted(DOCS.glob("*.md")),
-    *sorted((ROOT / "examples").rglob("*.md")),
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")),
 ]
-"""What a user reads: neither changes nor the ledgers of development."""
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<title>.+)$", re.MULTILINE)
@@ -70,13 +70,8 @@ def test_links_lead_somewhere():
                 anchor and file.suffix == ".md" and anchor not in _anchors(file)
             ):
                 broken.append((page.name, link["target"]))
-    for folder in (
-        "grail_advantage",
-        "recipe",
-        "scripts",
-        "examples",
-        "benchmarks",
-    ):  # what messages name
+    # What messages name.
+    for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*"):
             if file.suffix in (".py", ".sh", ".yaml"):
                 named = re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
@@ -100,8 +95,8 @@ def test_what_commands_name_is_there():
     ]
     files = set(re.findall(r"\b(?:bash|python3?) ([\w/]+\.(?:sh|py))", BASH))
     modules = set(re.findall(r"\bpython3? -m ([\w.]+)", BASH))
-    assert len(files) > 10 and not [file for file in files if not (ROOT / file).exists()]
-    assert len(modules) > 5 and not [module for module in modules if not find_spec(module)]
+    assert len(files) > 10 and all((ROOT / file).exists() for file in files), files
+    assert len(modules) > 5 and all(map(find_spec, modules)), modules
     assert set(re.findall(r"\.\[(\w+)\]", BASH)) <= set(extras)
 
 

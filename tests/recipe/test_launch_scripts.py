@@ -23,7 +23,7 @@ from recipe import run_life
 from recipe.published import compared, trl_arguments
 from tests.clone import ROOT
 from tests.composed import VERL, compose, prepare
-from tests.documentation import DOCS
+from tests.documentation import READ
 
 PRINTS = Path(__file__).with_name("print_arguments.sh")
 GPUS = "run_qwen3_grail.sh"
@@ -384,8 +384,7 @@ def commands(page: Path) -> list[tuple[str, list[str], dict[str, str]]]:
     return starts
 
 
-DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-PAGES = {page.name: starts for page in DOCUMENTS if (starts := commands(page))}
+PAGES = {page.name: starts for page in READ if (starts := commands(page))}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -415,7 +414,7 @@ def test_the_commands_of_a_page_work_one_after_the_other(
         run_life.store_definition(settings, "run")
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
 def test_verls_own_command_takes_what_a_page_adds_to_it(page: Path):
     """Whole commands are tried in ``tests/test_documentation.py``."""
     for line in itertools.chain(*lines_of(page)):
