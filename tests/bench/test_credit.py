@@ -26,6 +26,8 @@ from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.sampling import prompt_ids, sample
 from verl_cpu.tiny.task import Problem, compute_score, solve
 
+Capture = pytest.CaptureFixture[str]
+
 SAMPLES = 8
 
 
@@ -128,7 +130,7 @@ def test_significant_losses_are_the_first_errors(folder: Path):
         )
 
 
-def test_the_table_of_a_real_folder(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_table_of_a_real_folder(folder: Path, capsys: Capture):
     main([str(folder)])
     rows = {}
     for line in capsys.readouterr().out.splitlines():
@@ -279,7 +281,7 @@ def planted_figures(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("samples", [4, 16])
 def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
-    tmp_path: Path, samples: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, samples: int, capsys: Capture
 ):
     figures = planted_figures(planted_lines(tmp_path / "known.jsonl", samples))
     within = {name: row["within, incorrect"].value for name, row in figures.items()}
@@ -300,9 +302,7 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     assert re.findall(r"\| (\S+) \| follows credit", capsys.readouterr().out) == ["credit"]
 
 
-def test_no_figure_where_there_is_no_credit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_no_figure_where_there_is_no_credit(tmp_path: Path, capsys: Capture):
     figures = planted_figures(planted_lines(tmp_path / "flat.jsonl", 2, flat=True))
     assert all(np.isnan(row["within, incorrect"].value) for row in figures.values())
     main([str(tmp_path / "seen")])

@@ -23,6 +23,8 @@ from tests.recipe.golds import faults
 from tests.recipe.test_launch_scripts import BASE_MATH
 from tests.recipe.test_reward import json_lines
 
+Capture = pytest.CaptureFixture[str]
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -73,9 +75,7 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["college_math", "olympiadbench"])
-def test_the_published_problems_are_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-):
+def test_the_published_problems_are_found(tmp_path: Path, capsys: Capture, name: str):
     ids = list(PUBLISHED_SUBSETS[name])
     assert len(set(ids)) == 200
     rows = []
@@ -115,9 +115,7 @@ def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "row"), json.loads(Path(__file__).with_name("bad_rows.json").read_text())
 )
-def test_a_bad_row_is_dropped(
-    tmp_path: Path, name: str, row: Any, capsys: pytest.CaptureFixture[str]
-):
+def test_a_bad_row_is_dropped(tmp_path: Path, name: str, row: Any, capsys: Capture):
     """Line 2 is blank, which is no error but keeps its number. Of too many bad rows nothing is written."""
     good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
@@ -138,9 +136,7 @@ def test_the_training_split_is_no_benchmark(tmp_path: Path):
         assert read_local(SPECS["gsm8k"], tmp_path)[0] == str(file)
 
 
-def test_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """``load_dataset`` takes a folder for a hub id, so all but the download runs."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     bad = '{"id": 8, "problem": "p", "answer": ""}\n'

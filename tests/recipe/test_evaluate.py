@@ -76,8 +76,9 @@ def test_hand_case(pair: Path):
     names = ("acc@3", "pass@3", "tokens", "unanswered", "truncated")
     rows = (*results["benchmarks"].values(), results["mean"], results["weighted_mean"])
     # Such as (1/6 + 5/9) / 2 and (2 * 1/6 + 3 * 5/9) / 5.
-    expected = [[1 / 6, 1 / 2, 30, 1 / 6, 1 / 6], [5 / 9, 2 / 3, 37, 2 / 9, 3 / 9]]
-    expected += [
+    expected = [
+        [1 / 6, 1 / 2, 30, 1 / 6, 1 / 6],
+        [5 / 9, 2 / 3, 37, 2 / 9, 3 / 9],
         [13 / 36, 7 / 12, 33.5, 7 / 36, 1 / 4],
         [2 / 5, 3 / 5, 34.2, 1 / 5, 4 / 15],
     ]

@@ -53,6 +53,7 @@ RESPONSES = [
     for name in ("text after the box", "several boxes", "box at the end")
 ]
 Capture = pytest.CaptureFixture[str]
+Call = Callable[[str], None]
 ASK = [{"role": "user", "content": "Two?"}]
 NONE = [None] * 3
 
@@ -442,7 +443,7 @@ def save(folder: str, seed: int = 0) -> None:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
     """The command, in a folder of its own with a tiny model."""
     monkeypatch.chdir(tmp_path)
     save("model")
@@ -453,7 +454,7 @@ def write_lines(path: Path | str, lines: Sequence[Mapping[str, Any]]) -> None:
     Path(path).write_text("\n".join(map(json.dumps, lines)))
 
 
-def test_command(call: Callable[[str], None], capsys: Capture):
+def test_command(call: Call, capsys: Capture):
     line = {"prompt": "Two and three?", "ground_truth": "5", "group": 1}
     write_lines("r.jsonl", [{**line, "response": rf"So \boxed{{{n}}}"} for n in (6, 5)])
     methods = "--method grail --method grail:control=answer --method uniform"
@@ -472,7 +473,7 @@ def test_command(call: Callable[[str], None], capsys: Capture):
         call("missing.jsonl --method grail")
 
 
-def test_answers_in_another_format_are_told(call: Callable[[str], None], capsys: Capture):
+def test_answers_in_another_format_are_told(call: Call, capsys: Capture):
     """Where hardly any response has an answer, and where another format finds more."""
     answers = {"none": ["#### 42"] * 3, "mixed": ["#### 42", r"\boxed{42}", "#### 43"]}
     for (name, texts), count in zip(answers.items(), (0, 1), strict=True):
@@ -579,7 +580,7 @@ class Mine(Method):
 
 
 def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
-    call: Callable[[str], None],
+    call: Call,
 ):
     """What changes a figure is named where it differs; the same command resumes."""
     write_lines("r.jsonl", [LINE])

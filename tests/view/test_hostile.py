@@ -25,6 +25,8 @@ from grail_advantage.view import receipt
 from tests.dumps import received, received_header
 from tests.view.synthetic import write_dump, write_metrics
 
+Capture = pytest.CaptureFixture[str]
+
 slow_machine = [HealthCheck.too_slow]
 few = settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow_machine
@@ -58,7 +60,7 @@ def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]):
 
 
 def test_a_damaged_file_costs_its_own_responses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
+    tmp_path: Path, capsys: Capture, caplog: Any
 ):
     """Cut or with other bytes: the page is written without it and names it, once."""
     write_metrics(tmp_path, 2)
@@ -168,7 +170,7 @@ class Foreign:
     def __init__(
         self,
         folder: Path,
-        capsys: pytest.CaptureFixture[str],
+        capsys: Capture,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         self.run = folder / f"run{EVIL}"

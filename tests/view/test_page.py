@@ -23,19 +23,20 @@ from tests.view.synthetic import write_arrived, write_dump, write_metrics, write
 
 NAN = math.nan
 Capture = pytest.CaptureFixture[str]
+Content = tuple[dict[str, Any], list[dict[str, Any]]]
+"""The index of a page, and its rollouts."""
 
 
 def unpack(text: str) -> dict[str, Any]:
     return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
-def content_of(page: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The index of a page, and its rollouts."""
+def content_of(page: str) -> Content:
     index, *rollouts = map(unpack, re.findall(r'id="(?:index|r\d+)">([^<]*)<', page))
     return index, rollouts
 
 
-def page_of(*runs: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def page_of(*runs: Path, **options: Any) -> Content:
     return content_of(render([open_run(run) for run in runs], **options))
 
 
