@@ -49,9 +49,7 @@ TURNS = f"{METHOD}=turn_rloo {EPOCHS}=1"
 SEPARATE = f"{TRAINER_MODE}=separate_async {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
 FUSED_KERNELS = f"{FUSED}=True {STRATEGY}=fsdp"
 ADAPTER = f"{MODEL}.lora_rank=8 {MODEL}.target_modules"
-OFFLOAD = f"{ACTOR}.fsdp_config.param_offload"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
-SAMPLER = "trainer.v1.sampler"
 NO_SAMPLER = "trainer.v1.sampler.custom_sampler={path:null,name:null}"
 ATTENTION, ROUTERS = (
     f"+{MODEL}.override_config.{name}"
@@ -99,7 +97,7 @@ REFUSED_BY_RECIPE = {
     "raw log-probabilities": f"{TEMPERATURE}=0.7 {ROLLOUT}.logprobs_mode=raw_logprobs {CORRECTS}",
     "log-probabilities among 50 tokens": f"{ROLLOUT}.top_k=50 {CORRECTS}",
     "log-probabilities among likely tokens": f"{ROLLOUT}.top_p=0.9 {ROLLOUT}.top_k=-1 {CORRECTS}",
-    "offloaded parameters": f"{OFFLOAD}=True {SEPARATE} {MINI_BATCH}=8 {BACKEND}=nccl",
+    "offloaded parameters": f"{ACTOR}.fsdp_config.param_offload=True {SEPARATE} {MINI_BATCH}=8 {BACKEND}=nccl",
     "the older trainer": "trainer.use_v1=False",
     "groups of one, with verl's GRPO": f"{GROUP_SIZE}=1 {METHOD}=grpo",
     "groups of one, with verl's OPO": f"{GROUP_SIZE}=1 {METHOD}=opo",
@@ -116,7 +114,7 @@ REFUSED_ON_CPU = {
     "checkpoints by an accelerator": f"{BACKEND}=nccl {SEPARATE} {MINI_BATCH}=16 {NO_SAMPLER} "
     "trainer.v1.separate_async.parameter_sync_step=2",
     "groups are not filtered": "algorithm.filter_groups.enable=True",
-    "groups are not filled up": f"{SAMPLER}.sync_refill_failed_groups=True",
+    "groups are not filled up": "trainer.v1.sampler.sync_refill_failed_groups=True",
 }
 REFUSED_IN_VERLS_COMMAND = {
     "groups of one": f"{GROUP_SIZE}=1",

@@ -71,23 +71,21 @@ def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture):
     # A run under another name, and one whose name has no seed.
     copy = write_run(tmp_path / "uniform-seed2", VALUES[1, 0])
     other = write_run(tmp_path / "other", VALUES[1, 2])
-    for arguments, words in [
-        ([*grail, grail[0], "--against", *uniform], "seed 0 twice"),
-        ([*grail, "--against", *uniform, copy], "the same figures at every step"),
-        ([grail[2], "--against", *uniform], "no seed is on both sides"),
-        ([*grail, "--against", other], f"Give SEED={other}"),
-        ([*grail, "--against", *uniform, "--step", "5"], "all have [4, 8, 12]"),
-        ([*grail, "--against", *uniform, "--metric", "no"], "no figures of no"),
-        ([*grail, "--against", str(tmp_path / "seed7")], "holds no metrics"),
+    for runs, against, words in [
+        ([*grail, grail[0]], uniform, "seed 0 twice"),
+        (grail, [*uniform, copy], "the same figures at every step"),
+        (grail[2:], uniform, "no seed is on both sides"),
+        (grail, [other], f"Give SEED={other}"),
+        (grail, [*uniform, "--step", "5"], "all have [4, 8, 12]"),
+        (grail, [*uniform, "--metric", "no"], "no figures of no"),
+        (grail, [str(tmp_path / "seed7")], "holds no metrics"),
     ]:
-        assert compare.main(arguments) == 1, words
+        assert compare.main([*runs, "--against", *against]) == 1, words
         assert words in capsys.readouterr().err
     assert compare.main([grail[0], "--against", uniform[0], "--window", "2"]) == 0
     shown = capsys.readouterr().out
     assert "One seed each says nothing" in shown
     assert f"{VALUES[0, 0, 1:].mean():.4g}" in shown
-    assert (
-        compare.main([*grail, "--against", *uniform, f"2={other}", "--against", *uniform])
-        == 0
-    )
+    against = ["--against", *uniform]
+    assert compare.main([*grail, *against, f"2={other}", *against]) == 0
     assert "seeds 2." in capsys.readouterr().out

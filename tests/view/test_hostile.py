@@ -27,10 +27,6 @@ from tests.view.synthetic import write_dump, write_metrics
 
 Capture = pytest.CaptureFixture[str]
 
-slow_machine = [HealthCheck.too_slow]
-few = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow_machine
-)
 texts = st.text("a1{ \u202e\x00", max_size=4)
 leaves = st.none() | st.booleans() | st.integers(-3, 10**19) | st.floats() | texts
 values = st.recursive(
@@ -41,7 +37,12 @@ values = st.recursive(
 good = {"prompt": "a", "response": "b c"}
 
 
-@few
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(st.dictionaries(st.sampled_from(KEYS), values))
 @example({"prompt": [{"role": None}], "response": [True]})
 @example({"steps": ["a", 1], "error": -1})
