@@ -58,70 +58,72 @@ ATTENTION, ROUTERS = (
 QAT = [f"++{ACTOR}.{section}qat" for section in ("", "fsdp_config.")]
 
 REFUSED = {
-    "a number is a word": "trainer.test_freq=ten",
-    "a number that may be null is a word": "trainer.total_training_steps=all",
-    "a flag is a word": "trainer.val_before_train=flase",
-    "a number is a word, with verl's GRPO": f"data.seed=any {METHOD}=grpo",
-    "a logger is misspelt": "trainer.logger=[console,wanbd]",
-    "the only logger is misspelt": "trainer.logger=tensorbord",
-    "no trainer has the name": f"{TRAINER_MODE}=mine",
-    "the base gives advantages by token": f"{BASE}=gae",
-    "the base is no estimator": f"{BASE}=rlo",
-    "the base is a method": f"{BASE}=grail",
-    "the base reads parts of the reward": f"{BASE}=gdpo",
-    "groups of one": f"{GROUP_SIZE}=1",
-    "groups of one, with turns": f"{GROUP_SIZE}=1 {TURNS}",
-    "turns read no base": f"{BASE}=rloo {TURNS}",
-    "turns are divided by no deviation": f"{BY_DEVIATION}=True {TURNS}",
-    "temperature 0": f"{TEMPERATURE}=0",
-    "a temperature below 0": f"{TEMPERATURE}=-1",
-    "nothing computes the reference": f"{ACTOR}.use_kl_loss=False {METHOD}=progress_advantage",
-    "the bypass computes no entropy": f"{BYPASS}=True {METHOD}=entropy {ROLLOUT}.top_k=-1",
-    "the bypass keeps no policy to compare": f"{BYPASS}=True algorithm.token_dump.effect_every=1 {ROLLOUT}.top_k=-1",
-    "ranks of a coarse entropy": f"{CHUNKING}=False {METHOD}=high_entropy",
-    "fused kernels give no logits": f"{FUSED_KERNELS} {METHOD}=oar_g",
-    "fused kernels leave out an adapter": f"{FUSED_KERNELS} {ADAPTER}=[q_proj,lm_head]",
-    "fused kernels leave out one of an expression": f"{FUSED_KERNELS} {ADAPTER}='.*(proj|head)'",
-    "a slice of the logits": f"{SLICES[0]}=2 {METHOD}=oar_g",
-    "a slice of the logits, by the engine's option": f"{SLICES[1]}=2 {METHOD}=oar_g",
-    "slices of padding": f"{SLICES[0]}=2 {MODEL}.use_remove_padding=False",
-    "attention sees one slice": f"{ATTENTION}=sdpa {SLICES[0]}=2",
-    "the loss averages weights away": f"{LOSS}=geo_mean",
-    "the engine has no pass": f"{STRATEGY}=megatron",
-    "fp16": f"{MODEL_DTYPE}=fp16",
-    "fp16 in mixed precision": f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=float16",
-    "calls of one turn are not told apart": f"{ROLLOUT}.multi_turn.max_parallel_calls=2 {TURNS}",
+    RECIPE: {
+        "a number is a word": "trainer.test_freq=ten",
+        "a number that may be null is a word": "trainer.total_training_steps=all",
+        "a flag is a word": "trainer.val_before_train=flase",
+        "a number is a word, with verl's GRPO": f"data.seed=any {METHOD}=grpo",
+        "a logger is misspelt": "trainer.logger=[console,wanbd]",
+        "the only logger is misspelt": "trainer.logger=tensorbord",
+        "no trainer has the name": f"{TRAINER_MODE}=mine",
+        "the base gives advantages by token": f"{BASE}=gae",
+        "the base is no estimator": f"{BASE}=rlo",
+        "the base is a method": f"{BASE}=grail",
+        "the base reads parts of the reward": f"{BASE}=gdpo",
+        "groups of one": f"{GROUP_SIZE}=1",
+        "groups of one, with turns": f"{GROUP_SIZE}=1 {TURNS}",
+        "turns read no base": f"{BASE}=rloo {TURNS}",
+        "turns are divided by no deviation": f"{BY_DEVIATION}=True {TURNS}",
+        "temperature 0": f"{TEMPERATURE}=0",
+        "a temperature below 0": f"{TEMPERATURE}=-1",
+        "nothing computes the reference": f"{ACTOR}.use_kl_loss=False {METHOD}=progress_advantage",
+        "the bypass computes no entropy": f"{BYPASS}=True {METHOD}=entropy {ROLLOUT}.top_k=-1",
+        "the bypass keeps no policy to compare": f"{BYPASS}=True algorithm.token_dump.effect_every=1 {ROLLOUT}.top_k=-1",
+        "ranks of a coarse entropy": f"{CHUNKING}=False {METHOD}=high_entropy",
+        "fused kernels give no logits": f"{FUSED_KERNELS} {METHOD}=oar_g",
+        "fused kernels leave out an adapter": f"{FUSED_KERNELS} {ADAPTER}=[q_proj,lm_head]",
+        "fused kernels leave out one of an expression": f"{FUSED_KERNELS} {ADAPTER}='.*(proj|head)'",
+        "a slice of the logits": f"{SLICES[0]}=2 {METHOD}=oar_g",
+        "a slice of the logits, by the engine's option": f"{SLICES[1]}=2 {METHOD}=oar_g",
+        "slices of padding": f"{SLICES[0]}=2 {MODEL}.use_remove_padding=False",
+        "attention sees one slice": f"{ATTENTION}=sdpa {SLICES[0]}=2",
+        "the loss averages weights away": f"{LOSS}=geo_mean",
+        "the engine has no pass": f"{STRATEGY}=megatron",
+        "fp16": f"{MODEL_DTYPE}=fp16",
+        "fp16 in mixed precision": f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=float16",
+        "calls of one turn are not told apart": f"{ROLLOUT}.multi_turn.max_parallel_calls=2 {TURNS}",
+        # By the recipe's own rules.
+        "nothing to correct the rollout with": f"{ROLLOUT}.calculate_log_probs=False {ROLLOUT}.top_k=-1 {CORRECTS}",
+        "raw log-probabilities": f"{TEMPERATURE}=0.7 {ROLLOUT}.logprobs_mode=raw_logprobs {CORRECTS}",
+        "log-probabilities among 50 tokens": f"{ROLLOUT}.top_k=50 {CORRECTS}",
+        "log-probabilities among likely tokens": f"{ROLLOUT}.top_p=0.9 {ROLLOUT}.top_k=-1 {CORRECTS}",
+        "offloaded parameters": f"{ACTOR}.fsdp_config.param_offload=True {SEPARATE} {MINI_BATCH}=8 {BACKEND}=nccl",
+        "the older trainer": "trainer.use_v1=False",
+        "groups of one, with verl's GRPO": f"{GROUP_SIZE}=1 {METHOD}=grpo",
+        "groups of one, with verl's OPO": f"{GROUP_SIZE}=1 {METHOD}=opo",
+        "GPUs with unequal shares": "data.train_batch_size=33",
+        "engines that do not share the GPUs": f"{ROLLOUT}.tensor_model_parallel_size=3",
+        "no room for one response": f"{ACTOR}.ppo_max_token_len_per_gpu=5119",
+        "no such way to resume": "trainer.resume_mode=last",
+    },
+    ON_CPU: {
+        "an adapter in the rollout": f"{MODEL}.lora_rank=8",
+        "an adapter in the rollout, by the other option": f"{MODEL}.lora.rank=8",
+        "kernels for GPUs": f"{MODEL}.fused_kernel_options.impl_backend=triton {FUSED_KERNELS}",
+        "the synchronous trainer's buffer": f"{TRAINER_MODE}=colocate_async",
+        "checkpoints by an accelerator": f"{BACKEND}=nccl {SEPARATE} {MINI_BATCH}=16 {NO_SAMPLER} "
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "groups are not filtered": "algorithm.filter_groups.enable=True",
+        "groups are not filled up": "trainer.v1.sampler.sync_refill_failed_groups=True",
+    },
+    STOCK: {
+        "groups of one": f"{GROUP_SIZE}=1",
+        "groups of one, with another base": f"{GROUP_SIZE}=1 {BASE}=opo {METHOD}=uniform",
+        "turns keep their deviation": f"{BY_DEVIATION}=False {METHOD}=mt_grpo",
+        "a number is a word": "trainer.save_freq=never",
+    },
 }
-REFUSED_BY_RECIPE = {
-    "nothing to correct the rollout with": f"{ROLLOUT}.calculate_log_probs=False {ROLLOUT}.top_k=-1 {CORRECTS}",
-    "raw log-probabilities": f"{TEMPERATURE}=0.7 {ROLLOUT}.logprobs_mode=raw_logprobs {CORRECTS}",
-    "log-probabilities among 50 tokens": f"{ROLLOUT}.top_k=50 {CORRECTS}",
-    "log-probabilities among likely tokens": f"{ROLLOUT}.top_p=0.9 {ROLLOUT}.top_k=-1 {CORRECTS}",
-    "offloaded parameters": f"{ACTOR}.fsdp_config.param_offload=True {SEPARATE} {MINI_BATCH}=8 {BACKEND}=nccl",
-    "the older trainer": "trainer.use_v1=False",
-    "groups of one, with verl's GRPO": f"{GROUP_SIZE}=1 {METHOD}=grpo",
-    "groups of one, with verl's OPO": f"{GROUP_SIZE}=1 {METHOD}=opo",
-    "GPUs with unequal shares": "data.train_batch_size=33",
-    "engines that do not share the GPUs": f"{ROLLOUT}.tensor_model_parallel_size=3",
-    "no room for one response": f"{ACTOR}.ppo_max_token_len_per_gpu=5119",
-    "no such way to resume": "trainer.resume_mode=last",
-}
-REFUSED_ON_CPU = {
-    "an adapter in the rollout": f"{MODEL}.lora_rank=8",
-    "an adapter in the rollout, by the other option": f"{MODEL}.lora.rank=8",
-    "kernels for GPUs": f"{MODEL}.fused_kernel_options.impl_backend=triton {FUSED_KERNELS}",
-    "the synchronous trainer's buffer": f"{TRAINER_MODE}=colocate_async",
-    "checkpoints by an accelerator": f"{BACKEND}=nccl {SEPARATE} {MINI_BATCH}=16 {NO_SAMPLER} "
-    "trainer.v1.separate_async.parameter_sync_step=2",
-    "groups are not filtered": "algorithm.filter_groups.enable=True",
-    "groups are not filled up": "trainer.v1.sampler.sync_refill_failed_groups=True",
-}
-REFUSED_IN_VERLS_COMMAND = {
-    "groups of one": f"{GROUP_SIZE}=1",
-    "groups of one, with another base": f"{GROUP_SIZE}=1 {BASE}=opo {METHOD}=uniform",
-    "turns keep their deviation": f"{BY_DEVIATION}=False {METHOD}=mt_grpo",
-    "a number is a word": "trainer.save_freq=never",
-}
+"""By configuration."""
 WARNED = {
     "noise that bf16 rounds away": f"{METHOD}=oar_g",
     "KL by covariance": f"{LOSS}=kl_cov",
@@ -179,11 +181,7 @@ SHORTCUTS = [
 ]
 ALL_REFUSED = [
     (name, configuration, overrides)
-    for configuration, examples in (
-        (RECIPE, REFUSED | REFUSED_BY_RECIPE),
-        (ON_CPU, REFUSED_ON_CPU),
-        (STOCK, REFUSED_IN_VERLS_COMMAND),
-    )
+    for configuration, examples in REFUSED.items()
     for name, overrides in examples.items()
 ]
 
