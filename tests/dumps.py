@@ -11,13 +11,13 @@ from grail_advantage import AnswerSpan
 from grail_advantage.dump import _SUFFIXES, ALL, RECEIVED_SCHEMA, SCHEMA, DumpRow, as_utf8
 
 
-def received_header(step: int, **values: Any) -> dict[str, Any]:
+def received_header(step: int, **values) -> dict[str, Any]:
     """A header as :func:`grail_advantage.receipt.report.record_of` gives it, without what may be missing."""
     plain = {"update": 0, "loss": "", "findings": [], "updates": 0, "tokens": 0}
     return {"step": step, **plain, **values}
 
 
-def received(keys: Sequence[str], values: Sequence[Any], **columns: Any) -> pa.Table:
+def received(keys: Sequence[str], values: Sequence[Any], **columns) -> pa.Table:
     """These values of the responses' tokens in one optimiser step, of which none was clipped."""
     zeros = [np.zeros(len(values_T)) for values_T in values]
     plain = {
@@ -32,7 +32,7 @@ def received(keys: Sequence[str], values: Sequence[Any], **columns: Any) -> pa.T
     return pa.table({**plain, **columns}, schema=RECEIVED_SCHEMA)
 
 
-def method_columns(**values: Any) -> DumpRow:
+def method_columns(**values) -> DumpRow:
     """An entry of a row's ``methods``."""
     return DumpRow(
         **dict.fromkeys(("score_T", "weight_T", "advantage_T", "no_scores")) | values
@@ -67,7 +67,7 @@ def _record(row: DumpRow) -> dict[str, Any]:
     return record
 
 
-def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
+def dump_row(weights: Sequence[float], **values) -> DumpRow:
     """A row with these weights; what is not given is plain, and ``span`` has four numbers."""
     count = len(weights)
     weight_T = np.array(weights, dtype=np.float32)

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from tests.clone import ROOT
@@ -51,7 +50,7 @@ def _become(
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+def fork(target: Callable[..., None], *arguments) -> BaseProcess:
     """Start a function of a module that the fork server can import."""
     process = FORKS.Process(target=target, args=arguments, daemon=True)
     # The fork server starts with the first

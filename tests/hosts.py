@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -76,12 +76,12 @@ METHODS = [name for name in common.METHODS if "examples" not in methods()[name].
 """The methods of this package but those that ask their prompts differently."""
 
 
-def signal_of(name: str, **options: Any) -> Method:
+def signal_of(name: str, **options) -> Method:
     """A method with options with which it does something with responses as short as these."""
     return build(name.removesuffix("_robust"), {**DATA["options"].get(name, {}), **options})
 
 
-def plain_rollouts(**changes: Any) -> Rollouts:
+def plain_rollouts(**changes) -> Rollouts:
     """The responses with all that any host knows of them; ``changes``: other parts of the record."""
     written_BT = torch.zeros(COUNT, LIMIT, dtype=torch.bool)
     for row, response in enumerate(RESPONSES):
@@ -142,7 +142,7 @@ def reference(rollouts: Rollouts, tokens: int = 1) -> torch.Tensor:
     return host.columns([OLD_LOG_PROBS])[OLD_LOG_PROBS]
 
 
-def reference_model() -> Any:
+def reference_model():
     return tiny_model(seed=1)
 
 

@@ -424,7 +424,7 @@ def parsed(text: str) -> ast.AST:
     return statement.value if isinstance(statement, ast.Expr) else statement
 
 
-def matches(pattern: Any, node: Any, holes: dict[Any, Any]) -> bool:
+def matches(pattern, node, holes: dict[Any, Any]) -> bool:
     """Whether a node, a list of nodes or a name has the form of a pattern. What letters and ``...`` stand for goes into
     ``holes``."""
     if isinstance(pattern, ast.AST) and is_any(pattern):
@@ -502,7 +502,7 @@ def planted(source: str, fault: Fault) -> str:
     return ast.unparse(ast.fix_missing_locations(Planted(place, change).visit(tree)))
 
 
-def only(places: list[Any], name: str) -> Any:
+def only(places: list[Any], name: str):
     if len(places) != 1:
         raise LookupError(f"{name} is there {len(places)} times")
     return places[0]

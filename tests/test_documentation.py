@@ -10,7 +10,6 @@ import tomllib
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -186,7 +185,7 @@ def test_the_first_screens_command_draws_three_answers():
     )
 
 
-def gemma_3n(max_position_embeddings: int) -> Any:
+def gemma_3n(max_position_embeddings: int):
     """It reads the token ids beside their embeddings, in every layer."""
     config = Gemma3nTextConfig(
         vocab_size=len(CHARACTERS) + 2,
@@ -223,7 +222,7 @@ ONE_FILE = [
 
 @pytest.mark.parametrize(("answer", "span", "temperature", "make"), ONE_FILE)
 def test_the_first_screens_weights_are_the_packages(
-    answer: str, span: str, temperature: float, make: Any
+    answer: str, span: str, temperature: float, make
 ):
     assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(
         encoding="utf-8"

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +54,7 @@ def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
 ):
     """Whatever a killed run, or an earlier version, left as its lock."""
 
-    def flock(*_: Any) -> None:
+    def flock(*_) -> None:
         raise OSError(number, "no flock here")
 
     monkeypatch.setattr(fcntl, "flock", flock)

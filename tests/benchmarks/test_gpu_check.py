@@ -8,7 +8,6 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -101,7 +100,7 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
     """Of another method once the parameters are bfloat16, or at every other call, as a faulty kernel might give them."""
     right = plain.weights
 
-    def faulty(model: Any, method: Any, rollouts: Any) -> Any:
+    def faulty(model, method, rollouts):
         if model.dtype == torch.bfloat16:
             method = plain.METHODS["oar_g, official"]
         return right(model, method, rollouts)
@@ -129,7 +128,7 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
 
 
 def test_failures_stop_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     """A group that raises, a part that raises, one that passes, one that lacks a package; one that dies keeps what it
     had."""
@@ -165,7 +164,7 @@ def run(outcome, device):
     assert "- passed: then (yes)" in (tmp_path / "d.md").read_text()
 
 
-def test_without_a_gpu_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_without_a_gpu_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["a"]) == 1
     assert "sees no GPU on this machine: nothing was checked" in capsys.readouterr().out
@@ -203,7 +202,7 @@ def test_the_callers_path_reaches_the_example(
 
 
 def test_log_probabilities_rounded_to_bfloat16_are_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
+    monkeypatch: pytest.MonkeyPatch, capsys
 ):
     """As verl's own are without flash-attn. The remedy is named, and the other checks still run."""
     from verl.utils import torch_functional

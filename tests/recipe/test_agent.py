@@ -47,9 +47,7 @@ class Writer:
         self.turns = iter(turns)
         self.asked = []
 
-    async def generate(
-        self, request_id: str, *, prompt_ids: list[int], **_: Any
-    ) -> TokenOutput:
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **_) -> TokenOutput:
         self.asked.append(list(prompt_ids))
         ids = next(self.turns)
         return TokenOutput(token_ids=ids, log_probs=[-0.5] * len(ids))
@@ -79,7 +77,7 @@ def run_loop(
     writer = Writer([written(tokenizer, text) for text in texts])
     tools = load_all_tools(str(AGENT_FOLDER.with_name("agent_tools.yaml")), None)
 
-    async def run() -> Any:
+    async def run():
         loop = loop_class(
             DictConfigWrap(config),
             server_manager=writer,

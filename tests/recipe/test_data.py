@@ -115,7 +115,7 @@ def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "row"), json.loads(Path(__file__).with_name("bad_rows.json").read_text())
 )
-def test_a_bad_row_is_dropped(tmp_path: Path, name: str, row: Any, capsys: Capture):
+def test_a_bad_row_is_dropped(tmp_path: Path, name: str, row, capsys: Capture):
     """Line 2 is blank, which is no error but keeps its number. Of too many bad rows nothing is written."""
     good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
@@ -217,7 +217,7 @@ def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss
     ("build", "family"), [(llama3_tokenizer, "llama"), (qwen_tokenizer, "qwen3")]
 )
 def test_prompt_of_a_base_model_by_verls_own_builder(
-    build: Any, family: str, monkeypatch: pytest.MonkeyPatch
+    build, family: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Once the beginning-of-text token, where there is one. No space after the colon: the answer's first token brings
     its own, as in the model's training text."""

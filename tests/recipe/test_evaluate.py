@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,7 +37,7 @@ A, B = (rows.drop(columns="run").reset_index(drop=True) for _, rows in ROWS.grou
 """Three samples of each problem, of two runs: correct, incorrect, without a box, truncated."""
 
 
-def make_run(folder: Path, samples: pd.DataFrame, **options: Any) -> None:
+def make_run(folder: Path, samples: pd.DataFrame, **options) -> None:
     """Write the folder of a finished evaluation with these samples, drawn with these options beside the usual ones."""
     with open_samples(folder / "generations.jsonl", {"model": "m"}) as file:
         file.write(samples.drop(columns="gold").to_json(orient="records", lines=True))
@@ -196,7 +195,7 @@ RUN = {"model": "m", "sampling": SAMPLING, "grader": "reward"}
 SCORE = json.loads(report.grade(A[:1], "reward").to_json(orient="records", lines=True))
 
 
-def write(folder: Path, results: Any, scores: list) -> None:
+def write(folder: Path, results, scores: list) -> None:
     """Put these files in place of an evaluation's own."""
     text = results if isinstance(results, str) else json.dumps(results)
     (folder / "results.json").write_text(text)
@@ -300,7 +299,7 @@ def save(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Path:
 class Engine:
     """vLLM's, for responses of one token."""
 
-    async def generate(self, prompt: dict, parameters: Any, name: str) -> Any:
+    async def generate(self, prompt: dict, parameters, name: str):
         output = SimpleNamespace(finish_reason="stop", token_ids=[parameters.seed % 10])
         yield SimpleNamespace(outputs=[output])
 
@@ -357,7 +356,7 @@ def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
     """verl's merger leaves the base's weights beside the adapter, and gives it the scale 0 where none is said."""
     merges = []
 
-    def merge(command: list[str], **_: Any) -> None:
+    def merge(command: list[str], **_) -> None:
         # In this process, which has imported what the merger imports.
         monkeypatch.setattr(sys, "argv", command[2:])
         runpy.run_module(command[2], run_name="__main__")
@@ -430,7 +429,7 @@ def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
 ):
     """With huggingface_hub's own choice of files by patterns."""
 
-    def download(name: str, **patterns: Any) -> str:
+    def download(name: str, **patterns) -> str:
         files = [*SMALL, "README.md", "model.onnx", *kinds]
         for file in filter_repo_objects(files, **patterns):
             (tmp_path / file).touch()

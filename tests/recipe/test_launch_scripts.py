@@ -54,7 +54,7 @@ def printed(script: str, *arguments: str, project: Path | None = None, **knobs: 
     return done.stdout
 
 
-def configuration(*arguments: str, **knobs: Any) -> DictConfig:
+def configuration(*arguments: str, **knobs) -> DictConfig:
     """By the name of verl's configuration and the overrides that a script gives."""
     words = printed(*arguments, **knobs).rstrip("\0")
     _, *start, config, overrides = words.split("\0", 5)
@@ -63,7 +63,7 @@ def configuration(*arguments: str, **knobs: Any) -> DictConfig:
     return compose(config.removeprefix("--config-name="), overrides.split("\0"))
 
 
-def container(*arguments: str, **knobs: Any) -> dict[str, Any]:
+def container(*arguments: str, **knobs) -> dict[str, Any]:
     return OmegaConf.to_container(configuration(*arguments, **knobs), resolve=True)
 
 

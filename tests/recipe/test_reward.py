@@ -34,7 +34,7 @@ VERDICTS = {"right": 1.0, "wrong": 0.0, "unread": None}
 Case = tuple[Any, str, float | None]
 
 
-def judge(gold: Any, answer: str) -> dict[str, Any]:
+def judge(gold, answer: str) -> dict[str, Any]:
     result = reward.compute_score(
         "test", f"Some reasoning.\nSo the answer is $\\boxed{{{answer}}}$.", gold
     )
@@ -43,7 +43,7 @@ def judge(gold: Any, answer: str) -> dict[str, Any]:
     return result
 
 
-def accepts(gold: Any, answer: str) -> bool:
+def accepts(gold, answer: str) -> bool:
     result = judge(gold, answer)
     assert result["verify_failed"] == 0.0
     return result["score"] == 1.0

@@ -6,7 +6,6 @@ import random
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -117,7 +116,7 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
     ],
 )
 def test_a_record_is_that_of_todays_settings_and_of_its_weights(
-    folder: Path, settings: Any, load: Any
+    folder: Path, settings, load
 ):
     record = json.loads((folder / shipped.RECORD).read_text())
     assert record["settings"] == asdict(settings)

@@ -33,9 +33,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("recipe.without_flash_attn")
 
 
-def plain_varlen_attn(
-    *packed: Any, scale: float, window_size: tuple[int, int]
-) -> torch.Tensor:
+def plain_varlen_attn(*packed, scale: float, window_size: tuple[int, int]) -> torch.Tensor:
     """A token sees those of its sequence from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
     *tensors, limits, same_limits, longest, same_longest = packed
     lengths = limits.diff().tolist()
@@ -53,7 +51,7 @@ def plain_varlen_attn(
     return output.transpose(0, 1)
 
 
-def model(attention: str, **window: Any) -> PreTrainedModel:
+def model(attention: str, **window) -> PreTrainedModel:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(**{**SHAPES["toy"], **heads}, **window)
@@ -111,7 +109,7 @@ def test_what_the_kernels_do_not_have_is_refused(option: dict, kernels: ModuleTy
 
 
 @pytest.fixture
-def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A run begins, in an environment with these packages: its section of the model."""
 
     def begin(installed: str, *overrides: str) -> DictConfig:
@@ -128,7 +126,7 @@ def asked(model: DictConfig) -> tuple[Any, Any]:
     return model.external_lib, model.override_config.get("attn_implementation")
 
 
-def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any):
+def test_a_run_takes_torchs_kernels_unless_it_names_others(begun):
     """sdpa for padded rows, which these kernels do not take. The user's own modules stay."""
     ours = "recipe.without_flash_attn"
     assert (
@@ -143,7 +141,7 @@ def test_a_run_takes_torchs_kernels_unless_it_names_others(begun: Any):
 
 
 def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(
-    begun: Any, tmp_path: Path
+    begun, tmp_path: Path
 ):
     """Who reads a checkpoint's config.json need not know these kernels; the user's own options are in it."""
     for part in load_shipped():
@@ -155,7 +153,7 @@ def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(
     assert ATTENTION not in config.to_json_string() and config.attention_dropout == 0.25
 
 
-def test_what_needs_flash_attn_is_refused_before_ray(begun: Any):
+def test_what_needs_flash_attn_is_refused_before_ray(begun):
     with pytest.raises(ValueError, match="pip install --no-deps -e packages/verl-cpu"):
         begun("", SDPA)
     with pytest.raises(ValueError, match=f"{SLICES} needs flash-attn"):

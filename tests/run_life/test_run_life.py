@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -401,7 +400,7 @@ REQUEST = {
 }
 
 
-def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
+def _seeds(monkeypatch: pytest.MonkeyPatch, **changes) -> list[int]:
     """The seeds of a response's three turns, for each of which verl's loops send the same parameters."""
     values = {**REQUEST, **changes}
     parameters = {"temperature": 0.7}
@@ -409,9 +408,7 @@ def _seeds(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
     async def generate(*, sampling_params: dict) -> dict:
         return sampling_params
 
-    async def conversation(
-        self: Any, sampling_params: dict, *_: Any, **__: Any
-    ) -> list[dict]:
+    async def conversation(self, sampling_params: dict, *_, **__) -> list[dict]:
         return [
             await self.llm_client.generate(sampling_params=sampling_params)
             for _ in range(3)

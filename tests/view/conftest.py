@@ -32,20 +32,18 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+def opened(browser) -> Iterator[Callable[..., Any]]:
     """Opens reports, without a network and without motion; fails when a page wrote to the console or asked for more files."""
     pages = []
     # What the pages wrote to the console, and the files that they asked for.
     messages = []
     requests = []
 
-    def dismiss(dialog: Any) -> None:
+    def dismiss(dialog) -> None:
         messages.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    def open_page(
-        path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False
-    ) -> Any:
+    def open_page(path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False):
         page = browser.new_page(
             viewport={"width": 390 if phone else 1280, "height": 900},
             color_scheme="dark" if dark else "light",

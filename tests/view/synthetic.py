@@ -36,7 +36,7 @@ def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
         file.add(step, values)
 
 
-def write_rows(folder: Path, rows: Sequence[DumpRow], **header: Any) -> Path:
+def write_rows(folder: Path, rows: Sequence[DumpRow], **header) -> Path:
     """A run with a dump of these rows, a file a step."""
     for step in {row.step for row in rows}:
         table = table_of([row for row in rows if row.step == step])
@@ -145,7 +145,7 @@ def receipt(*findings: Finding) -> Receipt:
     return Receipt(*means, received_UBT, received_UBT, clipped_UBT, findings)
 
 
-def header(step: int, *findings: Finding, **values: Any) -> dict[str, Any]:
+def header(step: int, *findings: Finding, **values) -> dict[str, Any]:
     plain = {"loss": "vanilla", "updates": 4, "tokens": 7, "clipped": 0.125}
     records = [finding.to_dict() for finding in findings]
     return received_header(step, findings=records, **{**plain, **values})

@@ -58,7 +58,7 @@ ASK = [{"role": "user", "content": "Two?"}]
 NONE = [None] * 3
 
 
-def line_of(response: str | list[int], **facts: Any) -> Response:
+def line_of(response: str | list[int], **facts) -> Response:
     return Response(**{"id": "r", "prompt": "Two?", "response": response, **facts})
 
 
@@ -109,7 +109,7 @@ def run(
     responses: Sequence[Response],
     specs: list[str],
     folder: Path,
-    tokenizer: Any = None,
+    tokenizer=None,
     sizes: Mapping[str, int] = {},
     later: str | None = None,
 ) -> list[str]:
@@ -162,7 +162,7 @@ def test_the_effect_between_two_checkpoints(tmp_path: Path):
     ],
 )
 def test_advantages(
-    rewards: list[Any], groups: Any, labelled: bool, how: str, advantages: list[float]
+    rewards: list[Any], groups, labelled: bool, how: str, advantages: list[float]
 ):
     rows = [
         replace(row, reward=reward, group=group, labelled=labelled)
@@ -383,12 +383,12 @@ class Fails(Method):
 
     broken: bool = True
 
-    def scores(self, r: Any, of_pass: Any) -> torch.Tensor:
+    def scores(self, r, of_pass) -> torch.Tensor:
         if self.broken and "40" in r.keys:
             raise SystemExit("no")
         return torch.rand(r.mask.shape)
 
-    def weights(self, scores: torch.Tensor, among: torch.Tensor, r: Any) -> Weights:
+    def weights(self, scores: torch.Tensor, among: torch.Tensor, r) -> Weights:
         return Weights(scores)
 
 

@@ -40,7 +40,7 @@ def plain(text: str) -> float:
     )
 
 
-def readout(page: Any) -> dict[str, float]:
+def readout(page) -> dict[str, float]:
     """The values of the token that is pointed at."""
     names, texts = (
         page.locator(f"#readout {tag}").all_inner_texts() for tag in ("dt", "dd")
@@ -52,7 +52,7 @@ def link(row: DumpRow, more: str = "") -> str:
     return f"#rollout={row.step}.{row.row}{more}"
 
 
-def tokens_that(page: Any, script: str) -> list[Any]:
+def tokens_that(page, script: str) -> list[Any]:
     """A property of each token's element."""
     return page.locator(".t").evaluate_all(f"spans => spans.map((span) => span.{script})")
 
@@ -80,12 +80,12 @@ def numbers_of(row: DumpRow, t: int) -> dict[str, float]:
     }
 
 
-def same(numbers: dict[str, float]) -> Any:
+def same(numbers: dict[str, float]):
     """These numbers, to the three digits that the page shows."""
     return pytest.approx(numbers, rel=6e-3, abs=1e-9, nan_ok=True)
 
 
-def listed(page: Any) -> int:
+def listed(page) -> int:
     """How many rollouts the page says that the list has; as many as it has."""
     count = int(page.locator("#count").inner_text().split()[0])
     assert page.locator("#list option").count() == count
@@ -200,7 +200,7 @@ def test_turns_of_a_conversation(runs: Path, opened: Open):
     assert "Weight" not in readout(page) and page.locator("#profiles figure").count() == 0
 
 
-def figures_of(page: Any, section: str) -> dict[str, tuple[str, list[str], str]]:
+def figures_of(page, section: str) -> dict[str, tuple[str, list[str], str]]:
     """By title, each plot's caption and entries of its key, as they are seen, and what is read aloud."""
     figures = {}
     for figure in page.locator(f"#{section} figure").all():
@@ -450,7 +450,7 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open):
     )
 
 
-def test_the_policy_holds(runs: Path, browser: Any):
+def test_the_policy_holds(runs: Path, browser):
     """Markup that gets into the page in spite of all does not run and cannot send."""
     page = browser.new_page()
     messages = []

@@ -60,9 +60,7 @@ def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]):
             assert len(rows) == 2 and all(isinstance(row, Response) for row in rows)
 
 
-def test_a_damaged_file_costs_its_own_responses(
-    tmp_path: Path, capsys: Capture, caplog: Any
-):
+def test_a_damaged_file_costs_its_own_responses(tmp_path: Path, capsys: Capture, caplog):
     """Cut or with other bytes: the page is written without it and names it, once."""
     write_metrics(tmp_path, 2)
     write_dump(tmp_path, (1, 2), problems=1)
@@ -182,12 +180,12 @@ class Foreign:
         self.good = pq.read_table(self.tokens / "step_000001.parquet")
         self.header = {"schema_version": 5, "step": 1, "method": "grail"}
 
-    def put(self, table: pa.Table, record: Any, kind: str = "step") -> None:
+    def put(self, table: pa.Table, record, kind: str = "step") -> None:
         metadata = {_KEYS[kind]: json.dumps(record)}
         path = self.tokens / f"{kind}_000001.parquet"
         pq.write_table(table.replace_schema_metadata(metadata), path)
 
-    def put_column(self, name: str, values: list[Any], kind: Any = None) -> None:
+    def put_column(self, name: str, values: list[Any], kind=None) -> None:
         place = self.good.schema.get_field_index(name)
         column = pa.array(values, kind or self.good.schema.field(name).type)
         self.put(self.good.set_column(place, name, column), self.header)
@@ -213,7 +211,7 @@ class Foreign:
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, capsys: Any, caplog: Any) -> Foreign:
+def foreign(tmp_path: Path, capsys, caplog) -> Foreign:
     return Foreign(tmp_path, capsys, caplog)
 
 

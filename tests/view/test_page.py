@@ -36,7 +36,7 @@ def content_of(page: str) -> Content:
     return index, rollouts
 
 
-def page_of(*runs: Path, **options: Any) -> Content:
+def page_of(*runs: Path, **options) -> Content:
     return content_of(render([open_run(run) for run in runs], **options))
 
 
@@ -125,9 +125,7 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path):
         ([1.0, -1.0, 0.5, None, 2.0], "turns", [None] * 3),
     ],
 )
-def test_rewards_belong_to_turns(
-    tmp_path: Path, rewards: Any, align: str, expected: list[Any]
-):
+def test_rewards_belong_to_turns(tmp_path: Path, rewards, align: str, expected: list[Any]):
     """The third and fourth of eight tokens are a tool's, and the sixth is."""
     labels = {"tool": [[2, 4], [5, 6]], "turn_rewards": rewards}
     row = dump_row([1.0] * 8, labels=labels)
@@ -384,7 +382,7 @@ def test_the_command(tmp_path: Path, capsys: Capture):
     [("page", "pyarrow", "report"), ("figure", "matplotlib", "figures")],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(
-    module: str, package: str, extra: str, monkeypatch: Any, capsys: Capture
+    module: str, package: str, extra: str, monkeypatch, capsys: Capture
 ):
     # The module is imported anew, and does not find the package.
     monkeypatch.delitem(sys.modules, f"grail_advantage.view.{module}", raising=False)

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,9 +58,7 @@ def test_findings_of_a_run_are_put_together():
     ("findings", "statuses"),
     [((), (0, 0, 0)), ((NOTE,), (0, 1, 0)), ((NOTE, SCALED), (1, 1, 0))],
 )
-def test_exit_status_by_severity(
-    tmp_path: Path, findings: Any, statuses: Any, capsys: Capture
-):
+def test_exit_status_by_severity(tmp_path: Path, findings, statuses, capsys: Capture):
     """Of a run's folder and of the dump's, by default as for mismatches."""
     write_arrived(tmp_path / "tokens", *findings)
     for severity, status in zip(("mismatch", "note", "nothing"), statuses, strict=True):
