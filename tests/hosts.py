@@ -154,7 +154,8 @@ def dumped_table(folder: Path) -> pa.Table:
 
 def assert_same(actual: pa.Table, expected: pa.Table) -> None:
     """That two dumps are equal bit for bit; NaN equals NaN."""
-    assert actual.column_names == expected.column_names and len(actual) == len(expected) > 0
+    assert actual.column_names == expected.column_names
+    assert len(actual) == len(expected) > 0
     for name in expected.column_names:
         for row, values in enumerate(
             zip(actual[name].to_pylist(), expected[name].to_pylist(), strict=True)

@@ -10,7 +10,8 @@ from tests.composed import compose
 def test_nothing_of_the_clone_or_at_home_is_in_reach():
     """Relative paths, home, caches and the folders of runs lead into a folder that no earlier run has seen."""
     away = Path.cwd()
-    assert not away.is_relative_to(ROOT) and not (away / "outputs").exists()
+    assert not away.is_relative_to(ROOT)
+    assert not (away / "outputs").exists()
     assert all(
         Path(os.environ[name]).is_relative_to(away)
         for name in ("HOME", "PWD", "HF_HOME", "XDG_CACHE_HOME")

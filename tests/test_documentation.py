@@ -77,7 +77,8 @@ def test_links_lead_somewhere():
                 broken += [
                     (file.name, page) for page in named if not (ROOT / page).exists()
                 ]
-    assert len(PAGES) > 10 and not broken
+    assert len(PAGES) > 10
+    assert not broken
 
 
 BASH = "".join(
@@ -264,4 +265,5 @@ def test_the_first_screens_weights_are_the_packages(
         )
         scored += [] if row.advantage > 0 else weights[: int(answers[0].int().argmax())]
     # A weight is clipped at both ends.
-    assert len(set(scored)) > 20 and (min(scored), max(scored)) == (0.5, 5)
+    assert len(set(scored)) > 20
+    assert (min(scored), max(scored)) == (0.5, 5)

@@ -65,13 +65,15 @@ class TestReading:
         assert list(tmp_path.iterdir()) == [path]
         dump = read_dump(tmp_path)
         rows = list(dump)
-        assert dump.problems == [] and dump.files[0].header == header
+        assert dump.problems == []
+        assert dump.files[0].header == header
         assert {(row.step, row.update) for row in rows} == {(3, 1)}
         assert rows[0].labels == label
         hosts.assert_same(table_of(rows), table)
         # As other programs read it.
         frame = pd.read_parquet(path)
-        assert frame["weight"][0].dtype == np.float32 and list(frame["key"]) == texts
+        assert frame["weight"][0].dtype == np.float32
+        assert list(frame["key"]) == texts
 
     def test_a_table_has_what_was_received_by_key(self, tmp_path: Path):
         written = table_of([dump_row([1.0, 2.0], key=key) for key in "abc"])
@@ -174,17 +176,21 @@ class TestWriting:
         assert dump.failed == 1
         folder.unlink()
         dump.write(2, 0, weighed, rows_in_step=len(rollouts))
-        assert dump.failed == 1 and read_dump(folder).steps == [2]
+        assert dump.failed == 1
+        assert read_dump(folder).steps == [2]
         monkeypatch.setattr(dump_module, "SECONDS", 0.1)
         answers = threading.Event()
         calls = []
         dump._in_time(lambda: answers.wait(60))
         dump._in_time(lambda: calls.append("while it hangs"))
-        assert dump.failed == 3 and calls == [] and len(caplog.messages) == 1
+        assert dump.failed == 3
+        assert calls == []
+        assert len(caplog.messages) == 1
         answers.set()
         dump._disk.join(60)
         dump._in_time(lambda: calls.append("afterwards"))
-        assert dump.failed == 3 and calls == ["afterwards"]
+        assert dump.failed == 3
+        assert calls == ["afterwards"]
 
 
 ONE, TWO, THREE = (
@@ -209,7 +215,8 @@ def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path, earlier: bytes, la
     path.write_bytes(earlier)
     file = MetricsFile(path, 2)
     file.add(3, {"a": np.float32(1.5), "b": "text", "c": [1.0], "d": None})
-    assert path.read_bytes() == later + THREE and file.failed == 0
+    assert path.read_bytes() == later + THREE
+    assert file.failed == 0
     # A run that begins anew.
     MetricsFile(path, -1)
     assert path.read_bytes() == b""
@@ -223,7 +230,8 @@ def test_metrics_are_strict_json(tmp_path: Path):
     strict = {**dict.fromkeys("abc"), "d": 1.5}
     assert json.loads(path.read_text())["data"] == strict
     figures = read_metrics(path, [])
-    assert math.isnan(figures["a"][3]) and figures["d"] == {3: 1.5}
+    assert math.isnan(figures["a"][3])
+    assert figures["d"] == {3: 1.5}
 
 
 def test_no_visible_character_acts():
@@ -249,7 +257,9 @@ def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path):
     write_step(run / "tokens", HEADER, table)
     write_report(run)
     assert precious.read_text() == "precious"
-    assert not path.is_symlink() and not page.is_symlink()
+    assert not path.is_symlink()
+    assert not page.is_symlink()
     os.mkfifo(run / "metrics.jsonl")
     opened = open_run(run)
-    assert opened.metrics == {} and len(list(opened.dump)) == 1
+    assert opened.metrics == {}
+    assert len(list(opened.dump)) == 1

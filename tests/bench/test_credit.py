@@ -119,7 +119,8 @@ def test_significant_losses_are_the_first_errors(folder: Path):
     cases, counts = credit.read(folder)
     losses = [case for case in cases if case.label.step is not None]
     # Enough of them, so that the loop says something.
-    assert len(losses) > 8 and counts["incorrect"] > 30
+    assert len(losses) > 8
+    assert counts["incorrect"] > 30
     for case in losses:
         problem = Problem.parse(case.row.key.split("/")[0])
         worked = solve(problem, 0.0, random.Random(0)).split(";")
@@ -171,7 +172,8 @@ def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path):
     out = folder.with_name("fit.json")
     main(["fit", str(folder), str(out)])
     written = read_fit(str(out))
-    assert written.separator == ";" and written.origin["responses"] > 60
+    assert written.separator == ";"
+    assert written.origin["responses"] > 60
     # The method with this fit, on the responses that it was fitted to.
     seen = lines.with_name("fitted")
     cases, _ = credit.read(
@@ -290,7 +292,8 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     # The usual place of the loss is told from other places, and nothing beyond them.
     assert within["place"] > 0.3
     for name in ("noise", "swapped"):
-        assert abs(within[name]) < 0.2 and abs(beyond[name]) < 0.2
+        assert abs(within[name]) < 0.2
+        assert abs(beyond[name]) < 0.2
     assert abs(beyond["place"]) < 0.1 < beyond["credit"]
     assert samples == 4 or figures["credit"]["AUROC, largest loss"].value > 0.95
     gain = figures["credit"]["cosine less uniform's"]

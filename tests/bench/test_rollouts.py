@@ -59,7 +59,8 @@ def test_sampling_resumes_to_the_same_bytes(tmp_path: Path):
     sampled(resumed, 3)
     lines = sampled(resumed, 20)
     once = tmp_path / "once.jsonl"
-    assert len(sampled(once, 20)) == 80 and resumed.read_bytes() == once.read_bytes()
+    assert len(sampled(once, 20)) == 80
+    assert resumed.read_bytes() == once.read_bytes()
     tokenizer, _ = model_of("tiny")
     for line in lines:
         text = tokenizer.decode(line["response"], skip_special_tokens=True)

@@ -165,7 +165,8 @@ def test_planted_methods_get_their_verdicts(folder: Path):
     # Place is nothing at equal place, and "earlier" is place alone to the last bit.
     earlier = figures["earlier"]
     assert earlier["equal place"].value == pytest.approx(0, abs=1e-9)
-    assert earlier["AUROC"].value > 0.65 and earlier["earlier first"].value == 0
+    assert earlier["AUROC"].value > 0.65
+    assert earlier["earlier first"].value == 0
     # The wrong step's AUROC is 1, and any step's of a response without an error 0.5.
     assert figures["perfect"]["equal place"].value == pytest.approx(0.5)
 
@@ -204,13 +205,15 @@ def test_steps_without_a_token_are_none():
     labels = {"steps": [[0, 2], [2, 2], [2, 4], [4, 6]]}
     row = DumpRow(labels=labels, tokens=["1", "+", "2", "a", " ", ""], mask_T=np.ones(6))
     label = table.label_of(row)
-    assert label.step_T.tolist() == [0, 0, 1, 1, 2, -1] and label.step is None
+    assert label.step_T.tolist() == [0, 0, 1, 1, 2, -1]
+    assert label.step is None
     # Number, sign, word, blank
     assert len(set(label.kind_T.tolist())) == 4
     labels["wrong_step"] = [2, 4]
     labels["answer"] = [4, 5]
     label = table.label_of(row)
-    assert label.step_T.tolist() == [0, 0, 1, 1, -1, -1] and label.step == 1
+    assert label.step_T.tolist() == [0, 0, 1, 1, -1, -1]
+    assert label.step == 1
     # Neither a step that is the answer nor one without a token can be blamed.
     for tokens in ([4, 6], [2, 2]):
         labels["wrong_step"] = tokens

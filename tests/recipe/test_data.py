@@ -59,7 +59,8 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path):
     ]
     assert main([*sets, "--local-dir", str(GOLDEN), "--output-dir", str(tmp_path)]) == 0
     tables = {path.stem: pq.read_table(path) for path in tmp_path.glob("*.parquet")}
-    assert len(tables) == 6 and pa.concat_tables(tables.values())
+    assert len(tables) == 6
+    assert pa.concat_tables(tables.values())
     rows = {name: table.to_pylist() for name, table in tables.items()}
     assert rows == {name: golden(name) for name in tables}
     # Of the other two a file has the published problems alone, which are then numbered.
@@ -232,7 +233,8 @@ def test_prompt_of_a_base_model_by_verls_own_builder(
     start = f"{begin}The User asks the Assistant a question. The Assistant first"
     end = f" the User the answer.\nUser: {messages[0]['content']}\nAssistant:"
     text = tokenizer.decode(ids)
-    assert text.startswith(start) and text.endswith(end)
+    assert text.startswith(start)
+    assert text.endswith(end)
     # The colon is the last token: a blank would be one of its own.
     assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["Assistant", ":"]
     assert ids.count(tokenizer.bos_token_id) == bool(begin)

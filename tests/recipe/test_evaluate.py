@@ -225,7 +225,8 @@ def test_files_of_others_are_refused_in_a_sentence(pair: Path, name: str):
     write(pair / "b", results, scores)
     with pytest.raises(SystemExit) as refused:
         compare(pair)
-    assert part in str(refused.value) and str(refused.value).isprintable()
+    assert part in str(refused.value)
+    assert str(refused.value).isprintable()
 
 
 def test_names_of_others_are_shown_escaped(pair: Path, capsys: pytest.CaptureFixture[str]):
@@ -376,7 +377,8 @@ def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
     first, first_hash = resolve_model(str(step))
     merged = logits(first)
     assert (merged - trained).norm() < 0.05 * (plain - trained).norm()
-    assert resolve_model(str(step)) == (first, first_hash) and len(merges) == 2
+    assert resolve_model(str(step)) == (first, first_hash)
+    assert len(merges) == 2
     # A run that began anew in its folder writes the same step.
     path = step / "actor/model_world_size_1_rank_0.pt"
     weights = torch.load(path)

@@ -73,7 +73,8 @@ def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture):
         1,
         *range(3, 13),
     ]
-    assert "here: 11 of 13" in caplog.text and "row 3 ({})" in caplog.text
+    assert "here: 11 of 13" in caplog.text
+    assert "row 3 ({})" in caplog.text
     assert "row 8" not in caplog.text, "five examples are enough"
     caplog.clear()
     assert check(iter(["5", 6]), "here") == check([], "here") == []

@@ -222,7 +222,8 @@ def test_the_arms_are_runs_of_trl_seed_by_seed():
     starts = output.replace("'", "").splitlines()
     runs = itertools.product((3, 4), ARMS.values())
     for start, (seed, (_, _, options)) in zip(starts, runs, strict=True):
-        assert f"{options} --seed {seed} " in start and "--vllm --steps 9" in start
+        assert f"{options} --seed {seed} " in start
+        assert "--vllm --steps 9" in start
 
 
 def test_an_arm_that_is_none_starts_nothing():
@@ -477,7 +478,8 @@ def test_published_setup(name: str):
     differs = [name for name, verdict in verdicts.items() if verdict == "differs"]
     assert differs == (["mask_truncated_completions"] if verls else [])
     actor = config.actor_rollout_ref.actor
-    assert actor.entropy_coeff == 0 and actor.policy_loss.loss_mode == "vanilla"
+    assert actor.entropy_coeff == 0
+    assert actor.policy_loss.loss_mode == "vanilla"
     assert config.trainer.n_gpus_per_node == 8
     model = config.actor_rollout_ref.model
     assert (model.path, model.custom_chat_template) == (path, template)

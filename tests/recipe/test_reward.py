@@ -39,7 +39,8 @@ def judge(gold, answer: str) -> dict[str, Any]:
         "test", f"Some reasoning.\nSo the answer is $\\boxed{{{answer}}}$.", gold
     )
     assert {key: type(value) for key, value in result.items()} == KEYS
-    assert result["score"] == result["acc"] and result["score"] in (0.0, 1.0)
+    assert result["score"] == result["acc"]
+    assert result["score"] in (0.0, 1.0)
     return result
 
 
@@ -92,7 +93,8 @@ def test_the_last_complete_box_counts():
         assert [*result.values()] == [score, score, answer_found, 0.0, pred]
     assert reward.compute_score("", None, "5")["score"] == 0.0
     result = judge("5", "a\ud800\x00\n" + "b" * 5000)
-    assert len(result["pred"]) <= 128 and result["pred"].startswith("a\ufffd\ufffd b")
+    assert len(result["pred"]) <= 128
+    assert result["pred"].startswith("a\ufffd\ufffd b")
     json.dumps(result, ensure_ascii=False).encode("utf-8")
 
 
@@ -113,7 +115,8 @@ def test_random_answers_and_the_same_changed_in_one_place(half: int, count: int)
     150 numbers, lists, sets and tuples of fractions: no judge computed what is right. The normal form is its own."""
     rows = json_lines(HERE / "verdict_properties.jsonl")[half::2]
     cases = [case for row in rows for case in cases_of(row)]
-    assert len(cases) == count and misjudged(cases) == []
+    assert len(cases) == count
+    assert misjudged(cases) == []
     for text in {text for gold, box, _ in cases for text in map(normal, (gold, box))}:
         assert normal(text) == text
 
@@ -161,4 +164,5 @@ def test_gold_answers_accept_themselves(name: str):
     spec = SPECS[name.removesuffix("_test").removesuffix("_sample5")]
     rows = [convert(spec, row) for row in json_lines(DATA / f"{name}.jsonl")]
     golds = [row["reward_model"]["ground_truth"] for row in rows]
-    assert len(golds) >= 5 and misjudged([(gold, gold, 1.0) for gold in golds]) == []
+    assert len(golds) >= 5
+    assert misjudged([(gold, gold, 1.0) for gold in golds]) == []

@@ -78,7 +78,8 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(
         )
         results = dict(zip(responses, scores, strict=True))
     assert [name for name, result in results.items() if result["score"] != 0.0] == []
-    assert not (tmp_path / "marker").exists() and results["empty"]["verify_failed"] == 0.0
+    assert not (tmp_path / "marker").exists()
+    assert results["empty"]["verify_failed"] == 0.0
     # Answer, ground truth and reason of each that has no verdict. Were the limit not enforced, the test would not get here.
     logged = [record.args for record in caplog.records if isinstance(record.args, tuple)]
     reasons = {answer: str(reason) for answer, _, reason in logged}
@@ -186,7 +187,8 @@ def test_killed_and_stopped_processes_are_replaced(
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert accepts("x+51", "51+x")
     environment = Path(f"/proc/{_verify_pool.server().process.pid}/environ").read_bytes()
-    assert b"PYTHONHASHSEED=0" in environment and b"HF_TOKEN" not in environment
+    assert b"PYTHONHASHSEED=0" in environment
+    assert b"HF_TOKEN" not in environment
     processes = workers()
     used = sum(process.cpu_times().user for process in processes)
     with ThreadPoolExecutor(1) as executor:
@@ -203,13 +205,15 @@ def test_killed_and_stopped_processes_are_replaced(
     # The next answer starts another server.
     os.kill(server, signal.SIGKILL)
     assert accepts("x+52", "52+x")
-    assert workers() and gone([server, *(process.pid for process in processes)])
+    assert workers()
+    assert gone([server, *(process.pid for process in processes)])
     # Stopped, they use no processor time, so the wall clock decides; a late reply must not reach the next question.
     stopped = workers()
     for process in stopped:
         process.suspend()
     monkeypatch.setattr(_verify_pool, "_PATIENCE_SECONDS", 0.0)
-    assert not accepts("x+54", "53+x") and gone([process.pid for process in stopped])
+    assert not accepts("x+54", "53+x")
+    assert gone([process.pid for process in stopped])
 
 
 @pytest.mark.slow
@@ -253,8 +257,10 @@ def test_a_fork_has_its_own_workers_and_none_outlives_its_program():
         # The hanging answer reaches its worker meanwhile.
         time.sleep(0.5)
         process.kill()
-    assert list(verdicts) == [[True, False]] * 3 and ended
+    assert list(verdicts) == [[True, False]] * 3
+    assert ended
     assert len(first) == len(forks) == 3
-    assert first == later and not set(first) & set(forks)
+    assert first == later
+    assert not set(first) & set(forks)
     # Sooner than the limit of the hanging answer, 3 s of processor time.
     assert gone(first, 2.0)

@@ -38,7 +38,8 @@ def test_problems_and_solutions():
         ends = range(3, len(problem.text) + 1, 2)
         assert list(problem.values) == [eval(problem.text[:end]) for end in ends]
         assert problem.answer == problem.values[-1]
-        assert min(problem.values) >= 0 and max(problem.values) <= MAX_VALUE
+        assert min(problem.values) >= 0
+        assert max(problem.values) <= MAX_VALUE
         for wording in (SHORT, LONG):
             correct = solve(problem, 0.0, rng, wording)
             slipped = solve(problem, 0.3, rng, wording)
@@ -84,7 +85,8 @@ def test_a_wrong_rule_becomes_the_likeliest_token():
 def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(
     tmp_path: Path,
 ):
-    assert prepare(tmp_path) and not prepare(tmp_path)
+    assert prepare(tmp_path)
+    assert not prepare(tmp_path)
     for split, size in (("train", 4096), ("validation", 256)):
         rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
         texts = [problem.text for problem in problems(split, size)]
@@ -95,7 +97,8 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert prompt_ids(tokenizer, CHAIN) == prompt_ids(build_tokenizer(), CHAIN)
     # Other settings make the folder anew, and so do the first ones again.
-    assert prepare(tmp_path, seed=1) and prepare(tmp_path)
+    assert prepare(tmp_path, seed=1)
+    assert prepare(tmp_path)
     stamp = tmp_path / STAMP
     # A change of this package's code does, too.
     stamp.write_text(stamp.read_text().replace(code_digest(), "of other code"))
@@ -103,7 +106,8 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
     # One of each kind that is hashed.
     for name in ("validation.parquet", "model/config.json"):
         (tmp_path / name).write_bytes(b"of something else")
-        assert prepare(tmp_path) and not prepare(tmp_path)
+        assert prepare(tmp_path)
+        assert not prepare(tmp_path)
         (tmp_path / name).unlink()
         assert prepare(tmp_path)
 
@@ -125,4 +129,5 @@ def test_a_record_is_that_of_todays_settings_and_of_its_weights(
     # A fresh model takes the weights only if names and shapes are the same.
     build_model(tokenizer, seed=0).load_state_dict(model.state_dict())
     for value in model.state_dict().values():
-        assert value.dtype == torch.float32 and torch.equal(value, value.bfloat16().float())
+        assert value.dtype == torch.float32
+        assert torch.equal(value, value.bfloat16().float())

@@ -68,7 +68,8 @@ def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path):
     """A run that fails ends with its last lines."""
     (folder / "status.txt").write_text("7")
     status, output = start(folder)
-    assert status == 1 and output.endswith("already finished: a checkpoint\n")
+    assert status == 1
+    assert output.endswith("already finished: a checkpoint\n")
     (folder / "status.txt").write_text("0")
     out = folder / "out/seed0"
     (out / "grail/mine").touch()
@@ -76,13 +77,14 @@ def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path):
     assert status == 0
     assert "already finished: a checkpoint\n" in output
     assert "report.html" in output
-    assert (out / "grail/mine").exists() and (out / "grail.log").read_text().count(
-        "a life"
-    ) == 2
+    assert (out / "grail/mine").exists()
+    assert (out / "grail.log").read_text().count("a life") == 2
     # Each fresh start moves the folder of the one before to the next number.
     for number in (1, 2):
-        assert start(folder, FRESH="1")[0] == 0 and (out / f"grail.{number}").exists()
-    assert (out / "grail.1/mine").exists() and not (out / "grail/mine").exists()
+        assert start(folder, FRESH="1")[0] == 0
+        assert (out / f"grail.{number}").exists()
+    assert (out / "grail.1/mine").exists()
+    assert not (out / "grail/mine").exists()
 
 
 def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path):

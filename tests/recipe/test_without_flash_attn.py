@@ -37,8 +37,10 @@ def plain_varlen_attn(*packed, scale: float, window_size: tuple[int, int]) -> to
     """A token sees those of its sequence from ``window_size[0]`` before it, -1: all, to ``window_size[1]`` after it."""
     *tensors, limits, same_limits, longest, same_longest = packed
     lengths = limits.diff().tolist()
-    assert same_limits is limits and limits.dtype == torch.int32
-    assert longest == same_longest == max(lengths) and sum(lengths) == len(tensors[0])
+    assert same_limits is limits
+    assert limits.dtype == torch.int32
+    assert longest == same_longest == max(lengths)
+    assert sum(lengths) == len(tensors[0])
     sequences = torch.arange(len(lengths)).repeat_interleave(limits.diff())
     places = torch.arange(len(sequences))
     distances = places[:, None] - places
@@ -150,7 +152,8 @@ def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(
     section = begun("verl_cpu", f"{MODEL}.path={tmp_path}/model", dropout)
     config = omega_conf_to_dataclass(section).hf_config
     assert config._attn_implementation == ATTENTION
-    assert ATTENTION not in config.to_json_string() and config.attention_dropout == 0.25
+    assert ATTENTION not in config.to_json_string()
+    assert config.attention_dropout == 0.25
 
 
 def test_what_needs_flash_attn_is_refused_before_ray(begun):

@@ -297,7 +297,8 @@ def test_the_switch_is_the_module_of_verls_start(
     registry = dict(TRAINER_REGISTRY)
     monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry)
     run_life.register_trainers()
-    assert registry and all(issubclass(trainer, KeptRun) for trainer in registry.values())
+    assert registry
+    assert all(issubclass(trainer, KeptRun) for trainer in registry.values())
     assert all(
         issubclass(registry[name], trainer) for name, trainer in TRAINER_REGISTRY.items()
     )
@@ -384,9 +385,8 @@ def test_keys_go_by_step_and_place_and_rows_by_keys():
     )
     balanced = trainer._balance_batch(batch, {})
     # By numbers: session 2 is before 10, and its output 9 before 10.
-    assert [tag["row"] for tag in balanced.tags] == [3, 2, 1, 0] and balanced.keys == keys[
-        ::-1
-    ]
+    assert [tag["row"] for tag in balanced.tags] == [3, 2, 1, 0]
+    assert balanced.keys == keys[::-1]
 
 
 REQUEST = {
@@ -421,7 +421,8 @@ def _seeds(monkeypatch: pytest.MonkeyPatch, **changes) -> list[int]:
     worker.llm_client = client = SimpleNamespace(generate=generate)
     received = asyncio.run(worker._run_agent_loop(parameters, values, **values))
     # Both are the worker's own, shared by all responses.
-    assert worker.llm_client is client and parameters == {"temperature": 0.7}
+    assert worker.llm_client is client
+    assert parameters == {"temperature": 0.7}
     seeds = [sent.pop("seed") for sent in received]
     assert received == [parameters] * 3
     return seeds
@@ -436,4 +437,5 @@ def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(
     for name, value in {**changes, "raw_prompt": [{"content": "1+2"}]}.items():
         seeds += _seeds(monkeypatch, **{name: value})
     # Seven variants of three turns; verl hands vLLM a seed of 63 bits.
-    assert len(set(seeds)) == len(seeds) == 21 and all(0 <= seed < 2**63 for seed in seeds)
+    assert len(set(seeds)) == len(seeds) == 21
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -135,7 +135,8 @@ def test_the_effect_between_two_checkpoints(tmp_path: Path):
     """Against each model's own log-probabilities, with no receipt of an update."""
     run(RESPONSES, ["surprisal"], tmp_path, later="later")
     dump = read_dump(tmp_path)
-    assert not dump.receipts() and not dump.problems
+    assert not dump.receipts()
+    assert not dump.problems
     models = [tiny_model(max_position_embeddings=512, seed=seed) for seed in (0, 1)]
     for row in dump:
         ids = torch.tensor([[*row.prompt_ids, *row.token_ids_T]])
@@ -330,7 +331,8 @@ def test_a_labelled_character_has_the_token_that_holds_it(
             assert character.encode() not in b"".join(fewer), character
     # Steps one after the other have every token once, but for a space that the tokenizer puts in front.
     assert all(end == start for (_, end), (start, _) in pairwise(steps))
-    assert steps[-1][1] == len(ids) and steps[0][0] <= 1
+    assert steps[-1][1] == len(ids)
+    assert steps[0][0] <= 1
     if tokenizer.decode(ids) == text:
         assert ranges_of(ids, ids) == [*ranges, steps]
 
@@ -421,7 +423,8 @@ def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path:
     for file in files:
         assert (tmp_path / "part" / file.name).read_bytes() == file.read_bytes(), file.name
     # Nothing is missing, and no model is loaded.
-    assert analysis("whole") == summary and load.call_count == 3
+    assert analysis("whole") == summary
+    assert load.call_count == 3
     for changed in ([replace(responses[0], response="x"), *responses[1:]], responses[:-1]):
         with pytest.raises(ValueError, match="does not hold this analysis"):
             analysis("whole", changed)
@@ -465,7 +468,8 @@ def test_command(call: Call, capsys: Capture):
     bonus = (
         "50% is answers' content in correct and 50% in incorrect responses, 0% its scores\n"
     )
-    assert f"grail: {half}" in printed and f"grail:control=answer: {half}{bonus}" in printed
+    assert f"grail: {half}" in printed
+    assert f"grail:control=answer: {half}{bonus}" in printed
     assert "uniform: 0 of 2 responses have scores; 2 without (not scored)\n" in printed
     facts = [(row.reward, row.outcome, row.answer) for row in read_dump("found")]
     assert facts == [(0.0, "wrong", "6"), (1.0, "right", "5")]
@@ -507,7 +511,8 @@ def test_an_option_with_which_no_model_runs_is_refused_by_its_name(
             f"{tmp_path / 'r.jsonl'} --model tiny --method grail --out {out} {option}".split()
         )
     (message,) = str(refused.value).splitlines()
-    assert option.split("=")[0] in message and not out.exists()
+    assert option.split("=")[0] in message
+    assert not out.exists()
 
 
 def test_the_prompt_is_the_one_that_the_model_read():
@@ -525,7 +530,8 @@ def test_the_prompt_is_the_one_that_the_model_read():
         "tools 2; user: Two?;assistant: So ": {"prompt": begun, "tools": [{}, {}], **fast},
     }.items():
         text, ids, _ = tokenize(_response({**line, "response": "2"}, 1), tokenizer)
-        assert text.rstrip() == prompt.rstrip() and ids == encode(text)
+        assert text.rstrip() == prompt.rstrip()
+        assert ids == encode(text)
     for refused in ({"tools": {}}, {"chat_template_kwargs": [1]}):
         with pytest.raises(ValueError, match=next(iter(refused))):
             _response({"prompt": ASK, "response": "2", **refused}, 1)
@@ -544,7 +550,8 @@ def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path):
     sizes = {"vocab_size": size + 8}
     run([row], ["grail"], tmp_path / "a", sizes=sizes)
     (written,) = read_dump(tmp_path / "a")
-    assert written.answer == "7" and written.methods["grail"].no_scores is None
+    assert written.answer == "7"
+    assert written.methods["grail"].no_scores is None
     for strange in ([size + 8], [size + 1] * 5):
         with pytest.raises(ValueError, match=r"r: token id .* --model"):
             run([line_of([*strange, *ids])], ["grail"], tmp_path / "b", sizes=sizes)
@@ -621,7 +628,8 @@ def test_help_imports_nothing_slow(name: str):
         "main(['--help'])"
     )
     printed = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert printed.startswith("usage: ") and printed.endswith("set()\n")
+    assert printed.startswith("usage: ")
+    assert printed.endswith("set()\n")
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])

@@ -128,7 +128,8 @@ def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open):
     assert "in the incorrect step" in page.locator("#readout").inner_text()
     # Correct, incorrect, and the line of weight 1.
     plots = page.locator("#profiles figure")
-    assert plots.count() == 3 and plots.first.locator("polyline").count() == 3
+    assert plots.count() == 3
+    assert plots.first.locator("polyline").count() == 3
 
 
 @pytest.mark.parametrize(("statistics", "compared"), [("response", 8), ("reasoning", 5)])
@@ -168,14 +169,15 @@ def test_numbers_of_what_arrived(tmp_path: Path, opened: Open):
     )
     page.locator("#receipt a").click()
     page.wait_for_selector(".t[aria-selected=true]")
-    assert "rollout=3.0" in page.url and "token=1" in page.url
+    assert "rollout=3.0" in page.url
+    assert "token=1" in page.url
     assert page.locator("select[name=overlay]").input_value() == "received"
     numbers = numbers_of(row, 1)
-    assert readout(page) == same(numbers) and {"Received", "Effect", "Mismatch"} <= set(
-        numbers
-    )
+    assert readout(page) == same(numbers)
+    assert {"Received", "Effect", "Mismatch"} <= set(numbers)
     text = page.locator("#readout").inner_text()
-    assert "received by epoch \u22121, 0" in text and "clipped in 50 % of" in text
+    assert "received by epoch \u22121, 0" in text
+    assert "clipped in 50 % of" in text
     # Hatched where a loss clipped, also where a clipped token received something, as under `cispo`.
     assert tokens_that(page, "matches('.clipped')") == [False, True, False]
     for overlay, colours in (("effect", ("warm", "cool")), ("mismatch", ("cool", ""))):
@@ -197,7 +199,8 @@ def test_turns_of_a_conversation(runs: Path, opened: Open):
         "turn 3 · reward 0.5",
     ]
     assert "a tool or a user wrote it" in page.locator("#readout").inner_text()
-    assert "Weight" not in readout(page) and page.locator("#profiles figure").count() == 0
+    assert "Weight" not in readout(page)
+    assert page.locator("#profiles figure").count() == 0
 
 
 def figures_of(page, section: str) -> dict[str, tuple[str, list[str], str]]:
@@ -233,7 +236,8 @@ def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open):
     assert alone["Policy entropy"][:2] == ("0.0948 to 0.0228, step 1 to step 3", [])
     assert alone["Held-out accuracy"][:2] == ("0.25, step 1", [])
     caption, key, aloud = alone["Token weights"]
-    assert caption == "step 1 to step 3" and "1.02 to 1.1, step 1 to step 3" in aloud
+    assert caption == "step 1 to step 3"
+    assert "1.02 to 1.1, step 1 to step 3" in aloud
     assert all(text.endswith(ends) for text, ends in zip(key, weights, strict=True))
     # Two runs have other steps, which stand in the key as well.
     both = figures_of(
@@ -248,13 +252,15 @@ def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open):
     ends = [
         f"{end}, step {first} to step {first + 2}" for end in weights for first in (1, 3)
     ]
-    assert caption == "" and len(key) == 4
+    assert caption == ""
+    assert len(key) == 4
     assert all(end in aloud and any(text.endswith(end) for text in key) for end in ends)
     # Before the answer two tokens train, a quarter and three quarters of the way: in the bins at 17.5 and 82.5 % of 20.
     profile = dump_row([2.0, 9.0, 4.0, 100.0], span=(3, 3, 4, 4))
     page = opened(write_report(write_rows(tmp_path / "c", [profile])))
     (((caption, _, aloud)),) = figures_of(page, "profiles").values()
-    assert caption == "2 to 4, 17.5 % of the way to 82.5 % of the way" and caption in aloud
+    assert caption == "2 to 4, 17.5 % of the way to 82.5 % of the way"
+    assert caption in aloud
 
 
 # ------------------------------------------------------------------------------------------------------ choices, the address
@@ -431,7 +437,8 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open):
     page.locator("#notes summary").click()
     assert "metrics.jsonl:2" in page.locator("#notes").inner_text()
     receipt = page.locator("#receipt").inner_text()
-    assert TEXTS[0] in receipt and "U+202E" in receipt
+    assert TEXTS[0] in receipt
+    assert "U+202E" in receipt
     for t in range(len(TEXTS)):
         page.locator(".t").nth(t).dispatch_event("click")
         assert f"{t + 1} of {len(TEXTS)}" in page.locator("#readout").inner_text()

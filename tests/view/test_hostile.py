@@ -57,7 +57,8 @@ def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]):
         except ValueError as error:
             assert str(error).startswith(f"{path}:")
         else:
-            assert len(rows) == 2 and all(isinstance(row, Response) for row in rows)
+            assert len(rows) == 2
+            assert all(isinstance(row, Response) for row in rows)
 
 
 def test_a_damaged_file_costs_its_own_responses(tmp_path: Path, capsys: Capture, caplog):
@@ -79,7 +80,8 @@ def test_a_damaged_file_costs_its_own_responses(tmp_path: Path, capsys: Capture,
         path.write_bytes(content)
         assert report.main([str(tmp_path)]) == 0
         (message,) = caplog.messages
-        assert "step_000002" in message and "step_000002" not in capsys.readouterr().err
+        assert "step_000002" in message
+        assert "step_000002" not in capsys.readouterr().err
         caplog.clear()
 
 
@@ -202,10 +204,12 @@ class Foreign:
         dump = read_dump(self.tokens)
         assert {2} <= {row.step for row in dump.rows()} <= {1, 2}
         first, second = (file.header for file in dump.files)
-        assert second is not None and (first is None or isinstance(first.method, str))
+        assert second is not None
+        assert first is None or isinstance(first.method, str)
         # Escapes and a right-to-left override would act on the terminal.
         printed = "".join([*self.capsys.readouterr(), *self.caplog.messages])
-        assert not set(printed) & set("\x1b\x07\u202e") and "Traceback" not in printed
+        assert not set(printed) & set("\x1b\x07\u202e")
+        assert "Traceback" not in printed
         dump.receipts()
         return dump.problems
 
@@ -225,7 +229,8 @@ def test_a_foreign_header_costs_its_file(foreign: Foreign):
         foreign.problems()
     # A later version may put something in.
     foreign.put(foreign.good, foreign.header | {"later": EVIL})
-    assert not foreign.problems() and len(list(read_dump(foreign.tokens))) == 16
+    assert not foreign.problems()
+    assert len(list(read_dump(foreign.tokens))) == 16
 
 
 def test_foreign_columns_cost_their_file(foreign: Foreign):
@@ -275,4 +280,5 @@ def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign):
         assert read_dump(foreign.tokens).receipts() == []
     later = {"later": 1, "findings": [{**finding, "later": EVIL}]}
     foreign.put(arrived, whole | later, "received")
-    assert not foreign.problems() and len(read_dump(foreign.tokens).receipts()) == 1
+    assert not foreign.problems()
+    assert len(read_dump(foreign.tokens).receipts()) == 1

@@ -65,7 +65,8 @@ def test_numbers_keep_four_digits_and_nothing_else_is_one():
     values = np.float32([1.23456, -98765.4, 3.00049e-7, 0, 1, NAN, np.inf, -0.375])
     texts = json_arrays(values, np.array([0, 3, 3, 8], dtype=np.int32))
     first, second, third = [text and json.loads(text) for text in texts]
-    assert first == [1.235, -98770, 3e-7] and second is None
+    assert first == [1.235, -98770, 3e-7]
+    assert second is None
     assert third == [0, 1, None, None, -0.375]
 
 
@@ -77,7 +78,8 @@ def test_received_by_epoch_effect_and_mismatch(tmp_path: Path):
     # The mean of 0.5 and 0.25, -1 and 0, 2 and 2.
     assert columns["received"] == [0.375, -0.5, 2]
     assert columns["by_update"] == [[0.5, -1, 2], [0.25, 0, 2]]
-    assert columns["clipped"] == [0, 0.5, 0] and columns["effect"] == [0.01, -0.25, 0]
+    assert columns["clipped"] == [0, 0.5, 0]
+    assert columns["effect"] == [0.01, -0.25, 0]
     # Log-probabilities -1.001, -1, -0.5 less -1: the difference before it is rounded.
     assert columns["mismatch"] == pytest.approx([-1e-3, 0, 0.5], rel=1e-3)
     assert [row["updates"] for row in index["rows"]] == [2, 1, 0]
@@ -94,7 +96,8 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path):
     }
     row = dump_row([0.5, 1.5], methods=methods)
     index, (block,) = page_of(write_rows(tmp_path / "both", [row]))
-    assert index["methods"] == ["grail", "turns"] and index["runs"][0]["given"] == ["turns"]
+    assert index["methods"] == ["grail", "turns"]
+    assert index["runs"][0]["given"] == ["turns"]
     # A method that gives advantages has no weights to draw by place.
     assert [plot["title"] for plot in index["profiles"]] == ["grail"]
     assert not index["advantages"]
@@ -108,7 +111,8 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path):
     run = write_rows(tmp_path / "one", [row], method="mine", gave_advantages=True)
     index, _ = page_of(run)
     assert index["runs"][0]["given"] == ["mine"]
-    assert index["advantages"] and not index["profiles"]
+    assert index["advantages"]
+    assert not index["profiles"]
     # Advantages 1 and -2 are 1.5 from their mean.
     assert index["rows"][0]["spread"] == 1.5
 
@@ -157,7 +161,8 @@ def test_values_by_rollouts_are_shares_of_their_digits():
         {"starts": 5},
     ):
         assert values_of({"values": good | change}, 8) is None
-    assert values_of({}, 8) is None and values_of({"values": "much"}, 8) is None
+    assert values_of({}, 8) is None
+    assert values_of({"values": "much"}, 8) is None
 
 
 def test_scales_are_those_of_tokens_with_scores(tmp_path: Path):
@@ -171,7 +176,8 @@ def test_scales_are_those_of_tokens_with_scores(tmp_path: Path):
     for count in (1, 31):
         limits = page_of(write_rows(tmp_path / f"{count}", rows[:count]))[0]["limits"]
         # Advantages are half as large, as the base advantage is.
-        assert 1.5 < limits["weight"] < 2.5 and limits["advantage"] > 0.75
+        assert 1.5 < limits["weight"] < 2.5
+        assert limits["advantage"] > 0.75
         # What is far apart looks different: 1.12 is not in full colour, and none of the usual weights is pale.
         assert math.log(1.12, limits["weight"]) < 0.3
         assert math.log(1.6, limits["weight"]) > 0.5
@@ -260,7 +266,8 @@ def test_the_page_keeps_to_its_bytes(tmp_path: Path):
         assert 0.6e6 * megabytes < len(text) < 1e6 * megabytes
         steps = [row["step"] for row in content_of(text)[0]["rows"]]
         counts = [steps.count(step) for step in (1, 2, 3, 4)]
-        assert sum(counts) < 128 and max(counts) - min(counts) <= 8
+        assert sum(counts) < 128
+        assert max(counts) - min(counts) <= 8
     with pytest.raises(ValueError, match="--megabytes 0"):
         write_report(tmp_path, megabytes=0)
 
@@ -287,7 +294,8 @@ def test_runs_beside_each_other_with_a_stock_one(
         {row["prompt"] for row in index["rows"] if row["run"] == run} for run in (0, 1)
     )
     # Runs are compared on problems that they share.
-    assert first & second and not caplog.records
+    assert first & second
+    assert not caplog.records
     assert write_report(own, against=[stock]).name == "report_against_stock.html"
     (warning,) = caplog.messages
     assert str(stock) in warning
@@ -319,7 +327,8 @@ def test_a_name_with_dots_is_that_run_and_no_other(tmp_path: Path, capsys: Captu
     # By its folder, which is not there yet, and by its file.
     for path in (run, f"{run}.jsonl"):
         opened = open_run(path)
-        assert opened.metrics == {"reward": {1: len(others)}} and str(opened.folder) == run
+        assert opened.metrics == {"reward": {1: len(others)}}
+        assert str(opened.folder) == run
     assert report.main([run, "--against", *others]) == 0
     # The report went into a folder of that name.
     assert [str(folder) for folder in tmp_path.iterdir() if folder.is_dir()] == [run]
@@ -341,7 +350,8 @@ def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Captur
         assert report.main([runs[0], "--against", *others]) == 0
     files = capsys.readouterr().out.split()
     # Ten names are too long together; another nine are another file.
-    assert len(set(files)) == 4 and all(Path(file).stat().st_size > 1000 for file in files)
+    assert len(set(files)) == 4
+    assert all(Path(file).stat().st_size > 1000 for file in files)
     assert files[-1].endswith(f"report_against_{names[1]}.html")
     # A name that is a folder's or too long for the disk, and the longest.
     (tmp_path / "folder.html").mkdir()

@@ -23,12 +23,14 @@ def test_is_read_beside_the_responses(tmp_path: Path):
     assert path.name == "received_000003_update_1.parquet"
     dump = read_dump(tmp_path)
     first, second, third = dump
-    assert dump.problems == [] and dump.steps == [3]
+    assert dump.problems == []
+    assert dump.steps == [3]
     assert first.updates.tolist() == [0, 2]
     # The second token was clipped in one of two steps.
     assert first.clipped_by_update_KT.tolist() == [[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     assert second.received_T.tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert third.updates.tolist() == [] and len(third.by_update_KT) == 0
+    assert third.updates.tolist() == []
+    assert len(third.by_update_KT) == 0
 
 
 def test_findings_of_a_run_are_put_together():
@@ -67,7 +69,8 @@ def test_exit_status_by_severity(tmp_path: Path, findings, statuses, capsys: Cap
     assert main([str(tmp_path)]) == main([str(tmp_path / "tokens")]) == statuses[0]
     printed = capsys.readouterr().out
     for finding in findings:
-        assert finding.name in printed and finding.causes in printed
+        assert finding.name in printed
+        assert finding.causes in printed
 
 
 def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture):
@@ -80,7 +83,8 @@ def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture):
     first, second = json.loads(printed)["findings"][0]["examples"]
     assert (first["response"], first["token"], first["intended"]) == ("a_1_0", 3, 0.5)
     address = "#overlay=received&rollout=3u1.1&token=2"
-    assert first["link"] == address and "link" not in second
+    assert first["link"] == address
+    assert "link" not in second
     assert main([str(tmp_path)]) == 1
     assert f"report.html{address}" in capsys.readouterr().out
 
@@ -92,7 +96,9 @@ def test_the_receipts_of_a_file(tmp_path: Path, capsys: Capture):
         write(path, receipt(*findings), "ppo", step)
     assert own_main([str(path)]) == main([str(path)]) == 1
     whole, again = capsys.readouterr().out.split("Receipt of ")[1:]
-    assert whole == again and "a_1_0, token 3" in whole and "ppo" in whole
+    assert whole == again
+    assert "a_1_0, token 3" in whole
+    assert "ppo" in whole
 
 
 def test_nothing_to_read(tmp_path: Path, capsys: Capture):
