@@ -30,7 +30,7 @@ from grail_advantage.dump import table_of
 from grail_advantage.method import build, methods
 from grail_advantage.weigh import weigh, with_columns
 from tests.core import common
-from tests.core.tiny_models import END, char_tokenizer, encode, tiny_model
+from tests.core.tiny_models import char_tokenizer, encode, tiny_model
 
 TEMPERATURE = 0.9
 
@@ -171,9 +171,3 @@ def says_something(table: pa.Table) -> bool:
     return any(
         base != advantage for row, (base, advantage) in enumerate(pairs) if row != TRUNCATED
     )
-
-
-assert all(
-    len(response.ids) < LIMIT for row, response in enumerate(RESPONSES) if row != TRUNCATED
-)
-assert not RESPONSES[TRUNCATED].text.endswith(END)

@@ -68,7 +68,6 @@ class TestReading:
         assert dump.problems == []
         assert dump.files[0].header == header
         assert {(row.step, row.update) for row in rows} == {(3, 1)}
-        assert rows[0].labels == label
         hosts.assert_same(table_of(rows), table)
         # As other programs read it.
         frame = pd.read_parquet(path)

@@ -26,13 +26,12 @@ from recipe.evaluate.__main__ import SAMPLING, main
 from recipe.evaluate.published_worker import published_box
 from recipe.evaluate.sampling import KEY, draw, open_samples, read_samples, resolve_model
 from tests.recipe.test_launch_scripts import PRINTS, ROOT
+from tests.recipe.test_reward import json_lines
 from tests.recipe.test_reward_processes import end_server
 from verl_cpu.tiny.model import build_model, build_tokenizer
 
 SCRIPT = ["bash", str(ROOT / "scripts/evaluate.sh")]
-ROWS = pd.DataFrame(
-    map(json.loads, Path(__file__).with_name("samples.jsonl").read_text().splitlines())
-)
+ROWS = pd.DataFrame(json_lines(Path(__file__).with_name("samples.jsonl")))
 A, B = (rows.drop(columns="run").reset_index(drop=True) for _, rows in ROWS.groupby("run"))
 """Three samples of each problem, of two runs: correct, incorrect, without a box, truncated."""
 

@@ -38,16 +38,8 @@ def test_an_installed_package(tmp_path: Path):
         assert done.returncode == 0, (words, done.stderr[-3000:])
         return done.stdout
 
-    run(
-        "pip",
-        "install",
-        "-qq",
-        "--no-deps",
-        "--no-build-isolation",
-        "-t",
-        installed,
-        source,
-    )
+    options = "-qq --no-deps --no-build-isolation"
+    run("pip", "install", *options.split(), "-t", installed, source)
     names = {"grail_advantage", f"grail_advantage-{grail_advantage.__version__}.dist-info"}
     assert {path.name for path in installed.iterdir()} == names
     for name in ("py.typed", "reward/_verify_worker.py"):
@@ -64,10 +56,6 @@ def test_an_installed_package(tmp_path: Path):
         "hydra: {searchpath: [pkg://verl/trainer/config, pkg://grail_advantage/verl_ext/config]}\n"
         "defaults: [ppo_trainer, token_weights, _self_]\nalgorithm: {adv_estimator: grail}\n"
     )
-    options = (
-        f"--config-path={tmp_path}",
-        "--config-name=mine",
-        "algorithm.grail.leaf=last",
-    )
-    printed = run("verl.trainer.main_ppo", *options, "--cfg", "job")
+    options = "--config-name=mine algorithm.grail.leaf=last --cfg job"
+    printed = run("verl.trainer.main_ppo", f"--config-path={tmp_path}", *options.split())
     assert Settings.parse(OmegaConf.create(printed)).method.leaf == "last"
