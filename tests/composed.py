@@ -64,9 +64,9 @@ def prepare(config: DictConfig) -> Settings | None:
     auto_set_device(config)
     with patch.object(patches, "STARTS", ["recipe.run_life"] if "run" in config else []):
         settings = prepare_run(config)
-    verls = {
-        "use_reference_policy": need_reference_policy(config),
-        "use_critic": need_critic(config),
-    }
-    validate_config.__wrapped__(config=config, **verls)
+    validate_config.__wrapped__(
+        config=config,
+        use_reference_policy=need_reference_policy(config),
+        use_critic=need_critic(config),
+    )
     return settings

@@ -241,9 +241,13 @@ def test_the_first_screens_weights_are_the_packages(
     model = make(max_position_embeddings=1024)
     tokenizer = char_tokenizer()
     batch = make_batch(rows)
-    arguments = {"temperature": temperature, "answer": answer}
     expected = compute_token_weights(
-        model, tokenizer, *batch.tensors(), Grail(span=span), **arguments
+        model,
+        tokenizer,
+        *batch.tensors(),
+        Grail(span=span),
+        temperature=temperature,
+        answer=answer,
     ).weights
     scored = []
     for row, weights in zip(rows, batch.of_responses(expected), strict=True):
@@ -263,7 +267,8 @@ def test_the_first_screens_weights_are_the_packages(
             rtol=0,
             atol=5e-6 if make is tiny_model else 1e-3,
         )
-        scored += [] if row.advantage > 0 else weights[: int(answers[0].int().argmax())]
+        if row.advantage <= 0:
+            scored += weights[: int(answers[0].int().argmax())]
     # A weight is clipped at both ends.
     assert len(set(scored)) > 20
     assert (min(scored), max(scored)) == (0.5, 5)

@@ -131,7 +131,7 @@ def registered():
 
 
 @pytest.fixture(scope="module")
-def folder(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(registered, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
     chosen = {name: Planted(planted=name) for name in PLANTED}
     chosen["praise"] = Praise(planted="perfect")

@@ -140,12 +140,12 @@ def run(outcome, device):
     {end}
 """
     # Each is a module of the package, and a part with its first letter.
-    ends = {"raises": "raise KeyError(3)", "dies": "raise SystemExit(3)"}
-    programs = {name: body.format(end=end) for name, end in ends.items()}
-    programs["passes"] = (
-        "def run(outcome, device):\n    outcome.check('holds', True, 'yes')\n"
-    )
-    programs["lacks"] = "import no_such_module"
+    programs = {
+        "raises": body.format(end="raise KeyError(3)"),
+        "dies": body.format(end="raise SystemExit(3)"),
+        "passes": "def run(outcome, device):\n    outcome.check('holds', True, 'yes')\n",
+        "lacks": "import no_such_module",
+    }
     for name, program in programs.items():
         (tmp_path / f"{name}.py").write_text(program)
     monkeypatch.setattr(sys.modules["benchmarks.gpu_check"], "__path__", [str(tmp_path)])

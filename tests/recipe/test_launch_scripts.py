@@ -178,8 +178,15 @@ def test_every_knob_of_the_agent(clone: Path, monkeypatch: pytest.MonkeyPatch):
     """It runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is not added again."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     script = "run_tiny_cpu_agent.sh"
-    sizes = {"TRAIN_BATCH_SIZE": "6", "ROLLOUT_N": "50", "SAVE_FREQ": "-1"}
-    config = configuration(script, project=clone, SEED="3", ACTOR_LR="1e-3", **sizes)
+    config = configuration(
+        script,
+        project=clone,
+        SEED="3",
+        ACTOR_LR="1e-3",
+        TRAIN_BATCH_SIZE="6",
+        ROLLOUT_N="50",
+        SAVE_FREQ="-1",
+    )
     assert_has(config, AGENT, clone)
     # A method that needs no rewards of turns has a folder of its own, of the default seed.
     uniform = configuration(script, "algorithm.adv_estimator=uniform", project=clone)
@@ -218,8 +225,7 @@ def test_an_arm_is_a_run_of_verl(arm: str):
 
 
 def test_the_arms_are_runs_of_trl_seed_by_seed():
-    knobs = {"TRAINER": "trl", "SEEDS": "3 4"}
-    output = printed("run_five_arms.sh", "--steps", "9", **knobs)
+    output = printed("run_five_arms.sh", "--steps", "9", TRAINER="trl", SEEDS="3 4")
     starts = output.replace("'", "").splitlines()
     runs = itertools.product((3, 4), ARMS.values())
     for start, (seed, (_, _, options)) in zip(starts, runs, strict=True):

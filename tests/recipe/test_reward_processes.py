@@ -68,7 +68,7 @@ HANGING = (
 
 @pytest.mark.slow
 def test_hostile_answers_score_zero_and_leave_a_working_pool(
-    short_limit: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    short_limit, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("DEBUG", "grail_advantage.reward")
     responses = hostile_responses(tmp_path / "marker")
@@ -180,7 +180,7 @@ def gone(pids: list[int], seconds: float = 60.0) -> bool:
 
 @pytest.mark.slow
 def test_killed_and_stopped_processes_are_replaced(
-    short_limit: None, monkeypatch: pytest.MonkeyPatch
+    short_limit, monkeypatch: pytest.MonkeyPatch
 ):
     """And none of them gets a key of the program's."""
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "2")

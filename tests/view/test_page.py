@@ -171,8 +171,16 @@ def test_scales_are_those_of_tokens_with_scores(tmp_path: Path):
     weights[-1] = 5.0
     rows = [dump_row(weights)]
     for place in range(1, 31):
-        plain = {"row": place, "group": place, "key": f"b{place}", "no_scores": "no answer"}
-        rows.append(dump_row([1.0] * 100, score_T=[NAN] * 100, **plain))
+        rows.append(
+            dump_row(
+                [1.0] * 100,
+                score_T=[NAN] * 100,
+                no_scores="no answer",
+                row=place,
+                group=place,
+                key=f"b{place}",
+            )
+        )
     for count in (1, 31):
         limits = page_of(write_rows(tmp_path / f"{count}", rows[:count]))[0]["limits"]
         # Advantages are half as large, as the base advantage is.
@@ -255,9 +263,10 @@ def test_the_page_keeps_to_its_bytes(tmp_path: Path):
     rows = []
     for step in (1, 2, 3, 4):
         for row in range(32):
-            values = {"step": step, "row": row, "group": row // 4}
             weights, scores = rng.lognormal(size=(2, 6000))
-            rows.append(dump_row(weights, score_T=scores, **values))
+            rows.append(
+                dump_row(weights, score_T=scores, step=step, row=row, group=row // 4)
+            )
     run = open_run(write_rows(tmp_path, rows))
     # 128 responses of 6,000 tokens with two values each.
     assert len(render([run])) > 3e6
