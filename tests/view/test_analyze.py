@@ -62,8 +62,9 @@ def line_of(response: str | list[int], **facts) -> Response:
     return Response(**{"id": "r", "prompt": "Two?", "response": response, **facts})
 
 
-@pytest.mark.parametrize("first", ["grail", "step_values", "high_entropy"])
-@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize(
+    ("first", "tokens"), [("grail", 1), ("step_values", 300), ("high_entropy", 300)]
+)
 def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: int):
     """Bit for bit, for the first method as the run's and for each of several."""
     names = "grail_robust oar_g oar_p stare shear polarity progress_advantage"
