@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,13 +37,10 @@ OF_POLICY = (OLD_LOG_PROBS, ENTROPY)  # that a forward of the policy gives
 # By names in the dump
 DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy", REF_LOG_PROBS: "ref_log_prob"}
 LARGEST = 1e18  # a larger reward or advantage trains nothing, like one that is not finite: its square leaves float32
-_Numbers = TypeVar("_Numbers", Tensor, np.ndarray)
 
 
-def within_range(values: _Numbers) -> _Numbers:
+def within_range(values: Tensor) -> Tensor:
     """Say which rewards or advantages can train, bool: false for NaN, an infinity, and more than ``LARGEST``."""
-    if isinstance(values, np.ndarray | np.generic):
-        return abs(values.astype(np.float64)) <= LARGEST
     # Not in half precision, in which LARGEST is an infinity, nor as whole numbers, which the default dtype would round.
     wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
     return wide.abs() <= LARGEST
@@ -277,24 +274,24 @@ class Rollouts:
         # "cpu" by name, here and elsewhere: torch.set_default_device() may have set another one.
         inside = torch.arange(width, device="cpu") < lengths
 
-        def aligned(name: str, values: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+        def aligned(name: str, values: Tensor, kind: str) -> Tensor:
             """Take the values of the responses, (B, T), out of those of whole rows, (B, L)."""
             values = checked(name, values, kind, ids.shape)
-            values_BT = values.new_zeros(inside.shape, dtype=dtype)
-            values_BT[inside] = values[is_response].to(dtype)
+            values_BT = values.new_zeros(inside.shape)
+            values_BT[inside] = values[is_response]
             return values_BT
 
-        written_BT = aligned("written", marked if written is None else written, "flags", torch.bool)
+        written_BT = aligned("written", marked if written is None else written, "flags")
         # Some hosts have values for a tool's tokens, which nobody sampled; 0 there, as in columns_from().
         columns_BT = {
-            name: torch.where(written_BT, aligned(name, values, "floats", torch.float32), 0.0)
+            name: torch.where(written_BT, aligned(name, values, "floats").float(), 0.0)
             for name, values in columns.items()
             if values is not None
         }
         return cls(
             prompts=[row[where] for row, where in zip(ids, is_prompt, strict=True)],
             responses=[row[where] for row, where in zip(ids, is_response, strict=True)],
-            mask=written_BT if mask is None else aligned("mask", mask, "flags", torch.bool),
+            mask=written_BT if mask is None else aligned("mask", mask, "flags"),
             written=written_BT,
             columns=columns_BT,
             **parts,
