@@ -263,12 +263,22 @@ FAULTS = [Fault(*row) for row in (
     ("unexplained", "the first ten count half", times(lambda m: 1 - 0.5 * (torch.arange(T) < 10)), PLAIN),
 )]  # fmt: skip
 TOGETHER = (
-    ("4 times", "the last token"), ("the loss is maximised", "4 times"), ("1161", "the first token"),
-    ("in any order", "4 times"), ("weights twice", "long responses"), ("3245", "4 times"),
-    ("torchforge#571", "the first token"), ("pytorch#31", "4 times"), ("MemGen#33", "4 times"), ("the mean of", "4 times"),
-    ("rllm#81", "4 times"), ("maxtext#4025", "the last token"), ("term left out", "the loss is maximised"),
-    ("4 times", "the loss is maximised", "the last token"), ("3245", "4 times", "the first token"),
-)  # fmt: skip
+    ("4 times", "the last token"),
+    ("the loss is maximised", "4 times"),
+    ("1161", "the first token"),
+    ("in any order", "4 times"),
+    ("weights twice", "long responses"),
+    ("3245", "4 times"),
+    ("torchforge#571", "the first token"),
+    ("pytorch#31", "4 times"),
+    ("MemGen#33", "4 times"),
+    ("the mean of", "4 times"),
+    ("rllm#81", "4 times"),
+    ("maxtext#4025", "the last token"),
+    ("term left out", "the loss is maximised"),
+    ("4 times", "the loss is maximised", "the last token"),
+    ("3245", "4 times", "the first token"),
+)
 """Parts of the names of faults; the first one's settings."""
 for parts in TOGETHER:
     several = [next(fault for fault in FAULTS if part in fault.what) for part in parts]

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check
 
-RESPONSES = 8
-TOKENS = 12
 TOKEN_MEAN = Loss("ppo", "clip", "token-mean", options={"low": 0.2, "high": 0.2})
 Step = list[tuple[int, Tensor]]
 """The micro-batches of an optimiser step: rank and responses."""
@@ -61,8 +59,8 @@ def rollout(
     weights: bool = False,
     even: bool = False,
     drift: float = 0.3,
-    responses: int = RESPONSES,
-    tokens: int = TOKENS,
+    responses: int = 8,
+    tokens: int = 12,
     ties: bool = False,
 ) -> Rollout:
     """Responses of 2 to 12 tokens with tool tokens between them, some without an advantage.
@@ -171,6 +169,14 @@ def train(loop: Rollout, loss: Callable[[MicroBatch], Tensor] = ppo) -> list[Pie
             (loss(m) + 0 * log_probs.sum()).backward()
             pieces.append(Piece(rows, log_probs.detach(), log_probs.grad, update, rank))
     return pieces
+
+
+def totals_of(loop: Rollout) -> Tensor:
+    """Tokens that may train, and responses, of each update; (U, 2)."""
+    steps = [torch.cat([rows for _, rows in step]) for step in loop.plan]
+    return torch.tensor(
+        [[int(loop.batch.mask_BT[rows].sum()), len(rows)] for rows in steps]
+    )
 
 
 def receipt_of(loop: Rollout, declared: Loss = TOKEN_MEAN, **changes: Any) -> Receipt:

@@ -87,16 +87,12 @@ def test_spans_by_hand(decoder: Any):
 
 
 def test_every_kind_of_row():
+    """Without a word on it, the last answer counts."""
     tokenizer = char_tokenizer()
-    two = encode("\\boxed{1}\\boxed{2}")
-    assert (
-        find_answer_spans([two], tokenizer)
-        == [find_answer_span(two, tokenizer)]
-        == [AnswerSpan(9, 16, 17, 18)]
-    )
-    ids = encode("x = \\boxed{1-2}.")
-    # A character a token: "x = " takes 4, the opener 7, the content 3, the brace 1.
-    expected = AnswerSpan(4, 11, 14, 15)
+    ids = encode("\\boxed{0} \\boxed{1-2}.")
+    # A character a token: 10 come first, the opener takes 7, the content 3, the brace 1.
+    expected = AnswerSpan(10, 17, 20, 21)
+    assert find_answer_span(ids, tokenizer) == expected
     rows = [
         ids,
         tuple(ids),
@@ -108,18 +104,15 @@ def test_every_kind_of_row():
         np.array(ids, dtype=kind) for kind in (np.int32, np.int64, np.uint16, np.uint64)
     ]
     for batch in (rows, torch.tensor([ids] * 9), np.array([ids] * 9)):
-        spans = find_answer_spans(batch, tokenizer, "last")
-        assert spans == [expected] * 9 and all(
-            type(index) is int for span in spans for index in vars(span).values()
-        )
+        spans = find_answer_spans(batch, tokenizer)
+        assert spans == [expected] * 9
+        assert all(type(index) is int for span in spans for index in vars(span).values())
     jagged = torch.nested.nested_tensor(
         [torch.tensor(ids), torch.tensor(ids[:5])], layout=torch.jagged
     )
-    assert find_answer_spans(jagged, tokenizer, "last") == [expected, None]
-    assert (
-        find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last")
-        == [None] * 3
-    )
+    assert find_answer_spans(jagged, tokenizer) == [expected, None]
+    empty = [[], np.array([]), torch.tensor([])]
+    assert find_answer_spans(empty, tokenizer) == [None] * 3
 
 
 def test_each_tokenizer_has_its_own_table():

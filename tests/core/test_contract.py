@@ -146,9 +146,6 @@ def test_says_what_it_is_and_keeps_nothing(name: str):
         and method.source
         and method.cost
     )
-    assert "arXiv" not in method.source or method.source.endswith(")"), (
-        "where the paper's formula was read"
-    )
     assert pickle.loads(pickle.dumps(method)) == method, "it travels to another process"
     assert build(name, {"mask_truncated": False}).mask_truncated is False
     # None stands for the default, and is no option.

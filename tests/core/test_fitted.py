@@ -52,9 +52,7 @@ def plain_credit(
             math.exp(-sum_before),
         ]
         coefficients = FIT["correct"] if advantage > 0 else FIT["incorrect"]
-        credit.append(
-            abs(advantage) * sum(a * b for a, b in zip(values, coefficients, strict=True))
-        )
+        credit.append(abs(advantage) * np.dot(values, coefficients))
     return credit
 
 

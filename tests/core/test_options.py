@@ -1,7 +1,6 @@
 """An option does what it says, or is refused: every value that a method accepts changes a number of some batch, and ends no
 batch, however odd. A new method and a new option are tested once they are there."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,67 +15,38 @@ from grail_advantage.check import part
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, REF_LOG_PROBS, Rollouts, Weighed
 from grail_advantage.method import BaseMethod, build, methods
 from grail_advantage.weigh import weigh
-from tests.core.common import FITTED, MAPS, METHODS, rollouts_of
+from tests import hosts
+from tests.core.common import FITTED, MAPS, METHODS
 from tests.core.test_rlsd import example
-from tests.core.tiny_models import encode, tiny_model
+from tests.core.tiny_models import encode, tiny_model, tiny_tokenizer
 
 Options = dict[str, Any]
-
-SAID = [  # prompt, advantage, and a text of which a tool wrote what is in brackets, with its rewards
-    (0, 1.0, r"2+2= 4, so [ok] I say 5 = 5 [no] then \boxed{4}", [0.5, -1.0]),
-    (0, -1.0, r"2+2= 5, so [ok] I say 6 then \boxed{5} or \boxed{6}", [0.25]),
-    (0, -0.5, r"so = 4 [ok] or \boxed{} is 7", [1.0]),
-    (0, 0.5, r"it is 4 = 4 and \boxed{3} no \boxed{4} yes", []),
-    (1, 0.75, r"say 9= 9 so [ok] one [no] two [ok] \boxed{9} it is", [0.5, 0.0, 2.0]),
-    (1, -0.75, r"say 8= 8 so [ok] two [ok] \boxed{\frac{8}{2}}", [1.0, 1.0]),
-    (1, -0.25, r"no idea [ok] at all", [0.125]),
-    (1, 0.0, r"\boxed{9}", []),
-]
-# This response has hit the length limit.
-CUT_OFF = 5
-
-
-@cache
-def batch() -> Rollouts:
-    """All that any method reads."""
-    prompts, advantages, texts, rewards = zip(*SAID, strict=True)
-    # What a tool wrote becomes as many blanks in the pattern.
-    trained = [
-        [
-            c != " "
-            for c in re.sub(r"\[.*?\]", lambda m: " " * len(m[0]), text.replace(" ", "."))
-        ]
-        for text in texts
-    ]
-    r = rollouts_of(
-        [encode(text) for text in texts],
-        advantages,
-        trained,
-        known_spans={},
-        # Four responses to each of two prompts.
-        groups=torch.arange(8) // 4,
-        rewards=torch.tensor(advantages) + 0.5,
-        fields={
-            "tool_rewards": rewards,
-            "a_turn": [[*of_response, 0.75] for of_response in rewards],
-        },
-        examples=[
-            replace(example(f"How many? {prompt}", "4"), columns=COLUMNS)
-            for prompt in prompts
-        ],
-        truncated=torch.arange(8) == CUT_OFF,
-        step=1,
-    )
-    draw = torch.Generator().manual_seed(0)
-    low, high = torch.rand((2, *r.mask.shape), generator=draw)
-    columns = {OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high, REF_LOG_PROBS: -2 * high}
-    return replace(r, columns=columns)
-
 
 COLUMNS = {
     "reward_model": {"style": "rule", "ground_truth": "4"},
     "solution": "2 and 2 are 4",
 }
+
+
+@cache
+def batch() -> Rollouts:
+    """The responses of all hosts, with all that any method reads."""
+    examples = []
+    rewards_by_turn = []
+    for response in hosts.RESPONSES:
+        examples.append(replace(example(response.prompt, "4"), columns=COLUMNS))
+        rewards_by_turn.append([*response.tool_rewards, 0.75])
+    r = hosts.plain_rollouts(
+        tokenizer=tiny_tokenizer(),
+        rewards=torch.arange(hosts.COUNT) / 4,
+        examples=examples,
+        # The shuffled control exchanges the two turns of the last response.
+        step=8,
+    )
+    draw = torch.Generator().manual_seed(0)
+    low, high = torch.rand((2, *r.mask.shape), generator=draw)
+    columns = {OLD_LOG_PROBS: -3 * low, ENTROPY: 0.5 * high, REF_LOG_PROBS: -2 * high}
+    return replace(r, columns=columns, fields=r.fields | {"a_turn": rewards_by_turn})
 
 
 @cache
@@ -127,6 +97,7 @@ CONTEXTS = {
     "epsilon": [{}, {"window": 8, "stride": 4}],
     "stride": [{"window": 8, "stride": 4}],
     "align": [{"rewards": "a_turn"}],
+    "differences": [{"rewards": "a_turn", "align": "turns"}],
 }
 """Other options with which one does something, by its name: the first that fits counts."""
 VALUES = {

@@ -1,5 +1,6 @@
 """Methods of signed log-ratios against plain computations, and where the plain host finds reference log-probabilities."""
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -30,22 +31,19 @@ def test_the_mix_by_token_turn_and_response(over: str, lam: float):
     """Means are over the tokens that train."""
     expected = []
     for a, old, reference, trains in zip([0.5, -2.0], OLD, REFERENCE, TRAINS, strict=True):
-        change = [p - q for p, q in zip(old, reference, strict=True)]
-        signal = list(change)
+        change = np.subtract(old, reference)
+        signal = change.copy()
         for start, stop in {"token": [], "turn": TURNS, "response": [(0, 6)]}[over]:
             # A tool's token, and one that trains nothing, are in no mean.
-            trained = [change[t] for t in range(start, stop) if trains[t]]
-            signal[start:stop] = [sum(trained) / len(trained)] * (stop - start)
-        expected.append(
-            [(lam * a + (1 - lam) * d) * t for d, t in zip(signal, trains, strict=True)]
-        )
+            signal[start:stop] = change[start:stop][trains[start:stop]].mean()
+        expected.append((lam * a + (1 - lam) * signal) * trains)
     columns = {OLD_LOG_PROBS: torch.tensor(OLD), REF_LOG_PROBS: torch.tensor(REFERENCE)}
     r = rollouts_of(
         [[0] * 6] * 2, [0.5, -2.0], TRAINS, written=torch.tensor(WRITTEN), columns=columns
     )
     w = weighed(build("progress_advantage", {"lam": lam, "over": over}), r)
     assert w.gave_advantages and not w.failed.any()
-    torch.testing.assert_close(w.advantages, torch.tensor(expected))
+    np.testing.assert_allclose(w.advantages, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_self_distillation_is_the_plain_mix():
@@ -62,12 +60,9 @@ def test_self_distillation_is_the_plain_mix():
         prompt = f"{question}{SHORT.replace('{privileged}', gold)}"
         old = log_probs(subject(), question, response)
         teacher = log_probs(subject(), prompt, response)
-        expected = [
-            0.3 * a + 0.7 * (new - earlier)
-            for new, earlier in zip(teacher, old, strict=True)
-        ]
+        expected = 0.3 * a + 0.7 * np.subtract(teacher, old)
         assert advantages == pytest.approx(expected, abs=1e-5)
-        assert not response or max(expected) - min(expected) > 0.01
+        assert not response or np.ptp(expected) > 0.01
 
 
 def test_reference_log_probabilities_are_given_or_those_without_the_adapter():
@@ -86,10 +81,8 @@ def test_reference_log_probabilities_are_given_or_those_without_the_adapter():
     ):
         old = log_probs(adapted, question, response, 0.7)
         unadapted = log_probs(plain, question, response, 0.7)
-        assert advantages == pytest.approx(
-            [p - q for p, q in zip(old, unadapted, strict=True)], abs=1e-5
-        )
-        assert by_column == pytest.approx([p + 2 for p in old], abs=1e-5)
+        assert advantages == pytest.approx(np.subtract(old, unadapted), abs=1e-5)
+        assert by_column == pytest.approx(np.add(old, 2), abs=1e-5)
     assert max(abs(value) for row in of_rows for value in row) > 0.01, (
         "the adapter does something"
     )

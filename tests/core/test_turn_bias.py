@@ -26,7 +26,6 @@ from torch import Tensor
 from grail_advantage import turn_advantages
 
 pytestmark = pytest.mark.slow
-STOP = "stop"
 STATES = json.loads(
     Path(__file__).with_name("environment.json").read_text(encoding="utf-8")
 )
@@ -99,7 +98,7 @@ class Environment(NamedTuple):
 def environment(*, stops: bool, cut: float = 0.0) -> Environment:
     """With a policy that may stop, or with three turns; with this probability that a call's answer is cut off."""
     logits = {
-        saw: {did: x["logit"] for did, x in actions.items() if stops or did != STOP}
+        saw: {did: x["logit"] for did, x in actions.items() if stops or did != "stop"}
         for saw, actions in STATES.items()
     }
     places = {
@@ -183,12 +182,9 @@ def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_turn_rloo_is_the_true_gradient(stops: bool):
-    """Which is that of the whole reward, or of the returns, credited to each turn."""
     policy = environment(stops=stops)
     assert float(policy.probabilities_R.sum()) == pytest.approx(1)
     assert {len(steps) for steps in policy.steps} == ({1, 2, 3} if stops else {3})
-    for value in (lambda steps, turn: _returns(steps), _returns):
-        _close(_of_turns(policy, value), policy.truth_P)
     for size in SIZES:
         for options in ({}, {"stopped": "zero"}):
             _close(

@@ -448,7 +448,7 @@ def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside():
     assert steps.tolist() == [0, 0, 0, 1, 1, 1, 1, 1] and states == [(0, "a;"), (1, "€bc")]
 
 
-def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
+def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[Sequence[float]]:
     """Over characters, with sums over all pairs of responses."""
     steps_of = {
         id(row): re.findall(r"[^;]*;+|[^;]+$", row.text.removesuffix(END)) or [""]
@@ -482,12 +482,11 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[list[float]]:
             continue
         steps = steps_of[id(row)]
         values = [0.0, *(value(row, place) for place in range(len(steps)))]
-        out = []
-        # Values 0, 0.5, 1 give the steps 0.5 and 0.5.
-        for step, (earlier, later) in zip(steps, pairwise(values), strict=True):
-            out += [later - earlier] * len(step)
+        lengths = list(map(len, steps))
         # The end token is of the last step.
-        advantages.append([*out, values[-1] - values[-2]])
+        lengths[-1] += 1
+        # Values 0, 0.5, 1 give the steps 0.5 and 0.5.
+        advantages.append(np.repeat(np.diff(values), lengths))
     return advantages
 
 

@@ -146,18 +146,14 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
 
-    def config(self, **sizes: Any) -> PretrainedConfig:
-        """The tiny configuration, with other sizes where they are given."""
+    def build(self, **sizes: Any) -> PreTrainedModel:
+        """The model, float32, always with the same values; with other sizes where they are given."""
         config_class = transformers.CONFIG_MAPPING[self.model_type]
         names = {*inspect.signature(config_class.__init__).parameters, "dtype"}
         sizes = {
             name: size for name, size in (FAMILY_SIZES | sizes).items() if name in names
         }
-        return config_class(**sizes | self.options, attn_implementation=self.attention)
-
-    def build(self, **sizes: Any) -> PreTrainedModel:
-        """The model, float32, always with the same values."""
-        config = self.config(**sizes)
+        config = config_class(**sizes | self.options, attn_implementation=self.attention)
         model = drawn(config)
         # The grouped kernels of experts need a GPU.
         if any(expert in vars(config) for expert in ("num_experts", "num_local_experts")):
