@@ -1,8 +1,8 @@
 """compute_token_weights against the plain computation of `reference.py`, and what it promises besides the numbers."""
 
-import dataclasses
 import math
 import tempfile
+from dataclasses import astuple, replace
 from functools import cache
 from typing import Any
 
@@ -72,7 +72,7 @@ def assert_matches(
         options=resolve(preset, **options),
         temperature=temperature,
     )
-    assert [span and dataclasses.astuple(span) for span in got.spans] == expected.spans
+    assert [span and astuple(span) for span in got.spans] == expected.spans
     assert not got.weights.requires_grad and not got.scores.requires_grad
     weights = torch.tensor(expected.weights)
     assert_close(got.weights, weights, rtol=0, atol=3 * precision)
@@ -117,7 +117,7 @@ def test_any_options_on_any_model(
     options: dict,
 ):
     # These need no scores, and are rows like the others.
-    zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in FEW_ROLLOUTS[::2]]
+    zeros = [replace(rollout, advantage=0.0) for rollout in FEW_ROLLOUTS[::2]]
     batch = make_batch([*FEW_ROLLOUTS, *zeros], padding, extra=3)
     assert_matches(
         *subject(*kind, layers, double=True),
@@ -146,7 +146,7 @@ def test_answers_in_another_format():
     for preset, place in (("official", 0), ("robust", -1)):
         got = compute(tiny_model(layers=1), batch, Grail(preset), answer="hashes")
         expected = [(PLAIN["hashes"](text) or [None])[place] for text in texts]
-        assert [span and dataclasses.astuple(span) for span in got.spans] == expected
+        assert [span and astuple(span) for span in got.spans] == expected
         assert got.selected.tolist() == [True, False, True]
 
 
@@ -158,7 +158,7 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str):
     model = tiny_model()
     rollout = ROLLOUTS["text after the box"]
     not_scored = rollouts_named("no box", "right", "no response")
-    not_scored.append(dataclasses.replace(rollout, advantage=0.0))
+    not_scored.append(replace(rollout, advantage=0.0))
     with watch_inputs(model.model.embed_tokens) as embedded:
         compute(model, make_batch(not_scored), Grail("official", target=target))
     assert embedded == []

@@ -504,7 +504,7 @@ def test_step_values_against_loops(seed: int):
             ";" * draw.randint(0, 1)
         )
         advantage = draw.choice(
-            [0.0, 0.5, 1.25, -0.75, *([math.nan, -math.inf] if seed % 2 else [])]
+            [0.0, 0.5, 1.25, -0.75, *([NAN, -math.inf] if seed % 2 else [])]
         )
         rows.append(sentence(advantage, text, group, masked=draw.random() < 0.15))
     for shrink in (1.0, 0.0, 2.5):
