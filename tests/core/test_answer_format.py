@@ -5,7 +5,6 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,8 +136,9 @@ NONE = "so 42"
 
 
 def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
-    r = rollouts_of(list(map(encode, texts)), [0.0] * len(texts))
-    watch.look(replace(r, known_spans={}, answer=answer_format(answer)))
+    ids = list(map(encode, texts))
+    form = answer_format(answer)
+    watch.look(rollouts_of(ids, [0.0] * len(ids), known_spans={}, answer=form))
 
 
 def watch(

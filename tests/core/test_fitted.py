@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan
 from grail_advantage.data import ENTROPY, OLD_LOG_PROBS, Weighed
 from grail_advantage.method import build
 from tests.core.common import FITTED, rollouts_of, weighed
 from tests.core.tiny_models import encode
 
 FIT = json.loads(Path(FITTED["file"]).read_text())
-TEXTS = ["1+1=2 2+2=5 so \\boxed{5} ok", "3=3 4=4 5=5", "\\boxed{1}"]
 STEPS = [
     ["1+1=", "2 ", "2+2=", "5 ", "so ", "\\boxed{5} ok"],
     ["3=", "3 ", "4=", "4 ", "5=", "5"],
     ["\\boxed{1}"],
 ]
+"""The first answer is followed by text, which is of its step; the third has nothing before it."""
+TEXTS = list(map("".join, STEPS))
 ADVANTAGES = [-0.75, 0.5, -0.25]
 
 
@@ -61,26 +61,19 @@ def test_credit_by_plain_loops():
     lengths = list(map(len, TEXTS))
     log_probs = -2 * torch.rand((3, max(lengths)), generator=generator)
     entropy = torch.rand((3, max(lengths)), generator=generator)
-    # The first answer is followed by text, which is of its step; the third has nothing before it.
-    start = TEXTS[0].index("\\")
-    spans = [
-        AnswerSpan(start, start + 7, start + 8, start + 9),
-        None,
-        AnswerSpan(0, 7, 8, 9),
-    ]
     columns = {OLD_LOG_PROBS: log_probs, ENTROPY: entropy}
     r = rollouts_of(
-        [encode(text) for text in TEXTS], ADVANTAGES, spans=spans, columns=columns
+        [encode(text) for text in TEXTS], ADVANTAGES, known_spans={}, columns=columns
     )
     credits = []
     for row, (steps, advantage) in enumerate(zip(STEPS, ADVANTAGES, strict=True)):
-        assert "".join(steps) == TEXTS[row]
         sizes = list(map(len, steps))
         surprisals, entropies = (
             [part.tolist() for part in values[row, : lengths[row]].split(sizes)]
             for values in (-log_probs, entropy)
         )
-        credit = plain_credit(surprisals, entropies, advantage, spans[row] is not None)
+        answered = "boxed" in TEXTS[row]
+        credit = plain_credit(surprisals, entropies, advantage, answered)
         credits.append(np.repeat(credit, sizes))
     expected = np.concatenate(credits)
     # Credits are scaled to the root mean square of the advantages, over tokens.

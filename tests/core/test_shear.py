@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from grail_advantage.methods import shear
 from grail_advantage.methods.shear import Shear, shear_scores, sinkhorn_distance
-from tests.core.tiny_models import Rollout, compute, make_batch, tiny_model
+from tests.core.tiny_models import Rollout, compute, encode, make_batch, tiny_model
 
 LENGTHS = (11, 4, 7, 1, 13)
 POSITIVE = (True, False, True, False, False)
@@ -159,14 +159,11 @@ def test_scores_are_those_of_the_groups_hidden_states():
     inside = batch.response_mask.bool()
     got = compute(model, batch, Shear(**options), groups=GROUPS)
     hidden = []
-    for tokens, valid, is_response in zip(
-        batch.input_ids, batch.attention_mask.bool(), inside, strict=True
-    ):
+    for rollout in ROLLOUTS:
+        ids = torch.tensor([encode(rollout.prompt + rollout.response)])
         with torch.no_grad():
-            states = model(
-                input_ids=tokens[None, valid], output_hidden_states=True
-            ).hidden_states[-1][0]
-        hidden.append(states[is_response[valid]])
+            output = model(input_ids=ids, output_hidden_states=True)
+        hidden.append(output.hidden_states[-1][0, len(rollout.prompt) :])
     for members in ([0, 1, 2], [3, 5]):
         positive = [ROLLOUTS[row].advantage > 0 for row in members]
         scores = torch.cat(

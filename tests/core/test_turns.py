@@ -336,24 +336,20 @@ def test_a_session_of_several_responses_is_one_conversation(name: str):
     draw = random.Random(name)
     for seed in range(4):
         talks = talks_of(seed)
-        rows = []
-        sessions = []
+        rows_by_session = []
         for number, talk in enumerate(talks):
             parts = parts_of(talk, draw)
             all_rewards = [reward for part in parts for reward in part.rewards]
             for part in parts if seed % 2 else ():
                 part.rewards = all_rewards if part is parts[-1] else None
-            rows += parts
-            sessions += [(number, place) for place in range(len(parts))]
+            rows_by_session += [((number, place), part) for place, part in enumerate(parts)]
         # A batch may hold the rows in any order.
-        order = draw.sample(range(len(rows)), len(rows))
-        r = batch_of(
-            [rows[place] for place in order], sessions=[sessions[place] for place in order]
-        )
-        by_place = dict(zip(order, token_advantages(build(name), r), strict=True))
+        draw.shuffle(rows_by_session)
+        sessions, rows = zip(*rows_by_session, strict=True)
+        advantages = token_advantages(build(name), batch_of(rows, sessions=sessions))
         joined: list[list[float]] = [[] for _ in talks]
-        for place, (number, _) in enumerate(sessions):
-            joined[number] += by_place[place]
+        for (number, _), of_row in sorted(zip(sessions, advantages, strict=True)):
+            joined[number] += of_row
         close(joined, plain(name, talks), 1e-5)
 
 
