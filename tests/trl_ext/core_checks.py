@@ -22,14 +22,13 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
-from grail_advantage import Grail, Method, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Method, TokenWeights, compute_token_weights, processes
 from grail_advantage.analyze.methods import parse_method
 from grail_advantage.data import LARGEST, Example
 from grail_advantage.dump import read_dump
 from grail_advantage.method import build as method_of
 from grail_advantage.rules import check_rules
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, rules
-from grail_advantage.trl_ext import trainer as trainer_module
 from grail_advantage.trl_ext.rules import LOSSES, OVERRIDDEN, Arguments
 from grail_advantage.weigh import weigh
 from recipe.published import trl_arguments
@@ -190,7 +189,7 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Which a method's threshold is compared with, of two responses: 1 2 and 4."""
     rollouts = []
     monkeypatch.setattr(
-        trainer_module, "weigh", lambda r, *rest: rollouts.append(r) or weigh(r, *rest)
+        processes, "weigh", lambda r, *rest: rollouts.append(r) or weigh(r, *rest)
     )
     trainer = build(tmp_path, token_weights="uniform")
     values_BT = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
