@@ -65,6 +65,11 @@ RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
 SUM, NINE = dict.fromkeys(response.prompt for response in RESPONSES)
 DATA["options"]["fitted"] = common.FITTED
+LABELS = [
+    {"turn_rewards": list(response.tool_rewards)} if response.tool_rewards else {}
+    for response in RESPONSES
+]
+"""Of each response where a method compares turns."""
 COUNT = len(RESPONSES)
 GROUP_SIZE = len(RESPONSES) // 2
 TRUNCATED = 5
@@ -83,20 +88,14 @@ def signal_of(name: str, **options) -> Method:
 
 def plain_rollouts(**changes) -> Rollouts:
     """The responses with all that any host knows of them; ``changes``: other parts of the record."""
-    written_BT = torch.zeros(COUNT, LIMIT, dtype=torch.bool)
-    for row, response in enumerate(RESPONSES):
-        written_BT[row, : len(response.ids)] = torch.tensor(response.written)
     rewards = [
         response.reward if math.isfinite(response.reward) else None
         for response in RESPONSES
     ]
-
     parts = {
         "prompts": [torch.tensor(encode(response.prompt)) for response in RESPONSES],
-        "responses": [torch.tensor(response.ids) for response in RESPONSES],
-        "mask": written_BT,
-        "advantages": torch.tensor(ADVANTAGES),
         "tokenizer": char_tokenizer(),
+        "known_spans": {},
         "truncated": torch.arange(COUNT) == TRUNCATED,
         "groups": torch.arange(COUNT) // GROUP_SIZE,
         # None is NaN.
@@ -104,7 +103,9 @@ def plain_rollouts(**changes) -> Rollouts:
         "fields": {"tool_rewards": [response.tool_rewards for response in RESPONSES]},
         "facts": {"reward": rewards, "outcome": [outcome_of(reward) for reward in rewards]},
     }
-    return Rollouts(**{**parts, **changes})
+    ids = [response.ids for response in RESPONSES]
+    written = [response.written for response in RESPONSES]
+    return common.rollouts_of(ids, ADVANTAGES, written, **parts | changes)
 
 
 def plain_table(

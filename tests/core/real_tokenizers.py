@@ -112,14 +112,11 @@ def sentencepiece_tokenizer(kind: Literal["bpe", "unigram"]) -> PreTrainedTokeni
     )
 
 
-def save_under_class(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, tokenizer_class: str, model_type: str
-) -> Path:
+def save_as_llamas(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
     """Save a tokenizer as a checkpoint of the hub carries it: with the name of a class, and the type of its model."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class})
-    )
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    path.write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder

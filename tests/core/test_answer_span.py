@@ -23,7 +23,7 @@ from grail_advantage.answers.text import TokenTexts, answer_text, decode_pieces
 from grail_advantage.answers.tokenizers import load_tokenizer
 from tests.core import real_tokenizers as real
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
-from tests.core.real_tokenizers import save_under_class
+from tests.core.real_tokenizers import save_as_llamas
 from tests.core.tiny_models import char_tokenizer, encode, read_lines
 from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.shipped import load_shipped
@@ -313,9 +313,7 @@ def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused
     tmp_path: Path,
 ):
     meant = build_tokenizer()
-    tokenizer = load_tokenizer(
-        save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama")
-    )
+    tokenizer = load_tokenizer(save_as_llamas(meant, tmp_path))
     for text in ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$."):
         assert tokenizer.encode(text) == meant.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -15,7 +15,7 @@ from verl_cpu.tiny.task import boxed_answer
 # The step from which one advantage a response reaches the loss, which a receipt must find
 FIRST_FAULT = 2
 module, name = TrainerFactory.TRAINER_MAPPING["grpo"].rsplit(".", 1)
-TokenWeightGRPOTrainer: Any = getattr(importlib.import_module(module), name)
+TokenWeightGRPOTrainer = getattr(importlib.import_module(module), name)
 
 
 class Boxed(ORM):

@@ -184,12 +184,9 @@ def reward_func(
     """1 where the last box holds the answer; OpenRLHF loads it from this file."""
     from verl_cpu.tiny.task import boxed_answer
 
-    responses = [
-        query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)
-    ]
     rewards = [
-        float(boxed_answer(response) == label)
-        for response, label in zip(responses, labels, strict=True)
+        float(boxed_answer(query.removeprefix(prompt)) == label)
+        for query, prompt, label in zip(queries, prompts, labels, strict=True)
     ]
     return {"rewards": torch.tensor(rewards), "scores": torch.tensor(rewards)}
 

@@ -1,8 +1,6 @@
 """Token weights in TRL: training, refusals, and what is relied on of TRL's source; run by test_trl.py with the oldest and
 the newest TRL on the path."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -81,9 +79,7 @@ def stock_and_uniform(folder: Path, **settings: Any) -> list[Tensor]:
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_uniform_trains_as_the_stock_trainer(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, Any]):
     """Bit for bit: 4 updates, of 4 micro-batches of 2, by a generation batch that is used twice."""
     # A large step, so that a difference of advantages shows in the parameters.
     settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.3, **MICRO}
@@ -120,7 +116,7 @@ def of_responses(trainer: GRPOTrainer) -> Tensor:
     return batch["advantages"][batch["completion_mask"].bool()]
 
 
-def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
+def test_bf16_is_accelerates_autocast(tmp_path: Path):
     """Which is within the prepared model's forward: advantages are those of float32 but for its rounding."""
     advantages = []
     # The second run moves the files of the first into a folder beside.
@@ -132,7 +128,7 @@ def test_bf16_is_accelerates_autocast(tmp_path: Path) -> None:
     assert 1e-4 < np.linalg.norm(half - exact) / np.linalg.norm(exact) < 0.1
 
 
-UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
+UNUSABLE = {
     # Of the responses of the second prompt: a second function's rewards; the first one's are the script's.
     "its weighted sum is too large": (
         [0.0, 1e17, 0.0, 0.0],
@@ -147,7 +143,7 @@ UNUSABLE: dict[str, tuple[list[float], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) -> None:
+def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str):
     """The update is that without these responses: no reward function scores them, TRL's ``None``."""
     values, options = UNUSABLE[case]
     rewards = np.array([[script.outcome for script in RESPONSES], [0.0] * 4 + values])
@@ -174,7 +170,7 @@ def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str) 
 @pytest.mark.parametrize("name", UNJUDGED)
 def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
     tmp_path: Path, name: str
-) -> None:
+):
     rewards, expected = UNJUDGED[name]
     # The second prompt has usable rewards alone; its responses are the last four.
     rewards = [*rewards, 1.0, 0.0, 1.0, 0.0]
@@ -185,7 +181,7 @@ def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
     torch.testing.assert_close(batch["advantages"][:4], expected_B1 * mask_BT)
 
 
-def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Which a method's threshold is compared with, of two responses: 1 2 and 4."""
     rollouts = []
     monkeypatch.setattr(
@@ -208,7 +204,7 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_the_update_is_the_same_without_zero_advantage_responses(
     tmp_path: Path, loss_type: str, tools: bool
-) -> None:
+):
     """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
     that the run misses, and is made once. Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
     options = {
@@ -265,30 +261,32 @@ DEPENDING = {
 }
 
 
-@pytest.mark.parametrize("name", DEPENDING)
+@pytest.mark.parametrize(
+    ("name", "skip", "size"),
+    [*((name, True, 4) for name in DEPENDING), ("dropout", True, 1), ("dropout", False, 4)],
+)
 def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(
-    tmp_path: Path, name: str
-) -> None:
-    """It is refused before the first update; TRL's own training, and a micro-batch of one response, go on."""
-    for skip, size in ((True, 4), (True, 1), (False, 4)):
-        # A micro-batch of one response has no neighbour.
-        is_refused = skip and size > 1
-        trainer = build(
-            tmp_path,
-            model=DEPENDING[name](),
-            token_weights="uniform",
-            skip_zero_advantage=skip,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=8 // size,
-        )
-        start = parameters(trainer.model).clone()
-        refusal = pytest.raises(ValueError, match="skip_zero_advantage")
-        with refusal if is_refused else nullcontext():
-            trainer.train()
-        assert torch.equal(start, parameters(trainer.model)) == is_refused
+    tmp_path: Path, name: str, skip: bool, size: int
+):
+    """It is refused before the first update; TRL's own training, and a micro-batch of one response, which has no
+    neighbour, go on."""
+    is_refused = skip and size > 1
+    trainer = build(
+        tmp_path,
+        model=DEPENDING[name](),
+        token_weights="uniform",
+        skip_zero_advantage=skip,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=8 // size,
+    )
+    start = parameters(trainer.model).clone()
+    refusal = pytest.raises(ValueError, match="skip_zero_advantage")
+    with refusal if is_refused else nullcontext():
+        trainer.train()
+    assert torch.equal(start, parameters(trainer.model)) == is_refused
 
 
-def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path) -> None:
+def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path):
     """And train as in TRL's own trainer where a method has no pass."""
     adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     # Scores of three tokens more than the response has would be shifted by three.
@@ -298,7 +296,7 @@ def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path
     assert torch.equal(*stock_and_uniform(tmp_path, peft_config=adapter))
 
 
-def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path) -> None:
+def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path):
     """And more responses than one together."""
     trainer = build(
         tmp_path,
@@ -317,7 +315,7 @@ def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path
 
 def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(
     tmp_path: Path,
-) -> None:
+):
     trainer = trained(tmp_path, log_completions=True)
     figures = trainer.state.log_history[0]
     for name, value in plain_weights(Grail())[0].stats.items():
@@ -329,7 +327,7 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(
     assert generation_batch(trainer)["advantages"].shape == (8,)
 
 
-def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
+def test_every_step_is_weighed_by_its_number(tmp_path: Path):
     """Whose control deals the same weights out anew in each."""
     method = Grail(control="shuffled")
     trainer = build(tmp_path, token_weights=method)
@@ -343,7 +341,7 @@ def test_every_step_is_weighed_by_its_number(tmp_path: Path) -> None:
 
 def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(
     tmp_path: Path,
-) -> None:
+):
     """Of a model whose padding token is not its end token."""
     scripts = {
         prompt: [
@@ -357,7 +355,7 @@ def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(
     assert figures["grail/truncated_rate"] == figures["completions/clipped_ratio"] == 0
 
 
-def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
+def test_an_adapter_is_part_of_the_policy(tmp_path: Path):
     """Token advantages are those of the model that it is merged into, and of the answer's format; it alone is trained."""
     torch.manual_seed(0)
     method = Grail("robust", gate="all", leaf="middle")
@@ -390,9 +388,7 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_the_reference_is_the_model_without_its_adapter(
-    tmp_path: Path, beta: float
-) -> None:
+def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: float):
     """By TRL's forward with a KL term, else by this package's; in a whole training, whose receipt finds nothing."""
     method = method_of("progress_advantage", {"lam": 0.25})
     settings = {"token_weights": method, "peft_config": ADAPTER, "beta": beta}
@@ -413,7 +409,7 @@ def test_the_reference_is_the_model_without_its_adapter(
     assert mismatches(folder) == [[], []]
 
 
-def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
+def test_rlsd_reads_the_other_columns(tmp_path: Path):
     method = method_of("rlsd", {"privileged_column": "solution"})
     tokenizer = char_tokenizer()
     tokenizer.chat_template = (
@@ -436,7 +432,7 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     assert_close(of_responses(trainer), expected)
 
 
-REFUSED: dict[str, dict[str, Any]] = {
+REFUSED = {
     "rlsd asks again without the tools": {"tools": [print], "token_weights": "rlsd"},
     "rlsd asks again without what a rollout_func adds": {
         "rollout_func": print,
@@ -476,7 +472,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "noise in the embeddings": {"neftune_noise_alpha": 0.1},
     "a router's loss": {"router_aux_loss_coef": 0.1, "aux_loss_enabled": True},
 }
-WARNED: dict[str, dict[str, Any]] = {
+WARNED = {
     "a penalty for responses that are masked": {
         "reward_funcs": [get_soft_overlong_punishment(80, 40)]
     },
@@ -531,9 +527,7 @@ ALL_RULES = (*rules.RULES, *rules.AGAINST_SKIPPING)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_setting_breaks_its_rule_alone(
-    name: str, arguments: Callable[..., Arguments]
-) -> None:
+def test_a_setting_breaks_its_rule_alone(name: str, arguments: Callable[..., Arguments]):
     """And is named by TRL's own option, or the method's."""
     settings = arguments(**EXAMPLES[name])
     # One rule and no other.
@@ -550,14 +544,14 @@ def test_a_setting_breaks_its_rule_alone(
         check_rules([replace(rule, warned=False)], settings)
 
 
-def test_every_rule_has_an_example(arguments: Callable[..., Arguments]) -> None:
+def test_every_rule_has_an_example(arguments: Callable[..., Arguments]):
     """So that a rule that goes leaves an example that nothing refuses, or warns of; the trainer itself breaks none."""
     examples = [arguments(**example) for example in EXAMPLES.values()]
     assert all(any(rule.when(settings) for settings in examples) for rule in ALL_RULES)
     assert not any(rule.when(arguments()) for rule in ALL_RULES)
 
 
-def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None:
+def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path):
     """Which every response trains."""
     router = Family("qwen3_moe", {"output_router_logits": True})
     model = router.build(vocab_size=len(world.PIECES), max_position_embeddings=4096)
@@ -565,7 +559,7 @@ def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path) -> None
         build(tmp_path, model=model, token_weights="uniform", skip_zero_advantage=True)
 
 
-def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
+def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path):
     """And the published ones mean an update of 256 responses with any number of processes."""
     for option, settings in (
         ("loss_type", {"loss_type": "luspo"}),
@@ -583,7 +577,7 @@ def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path) -> None:
 
 def test_another_trl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """A newer one is warned of; refused is one without an overridden method, or with other advantages in its loss."""
     for name, texts in world.WORLD["relied_on"].items():
         # Texts without which an override does something else than it says.

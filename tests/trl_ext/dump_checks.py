@@ -1,8 +1,6 @@
 """The token dump of a TRL run: equal to a plain model's (``tests/hosts.py``), its files, and what tokens receive in TRL's
 updates; run by test_trl.py with TRL on the path."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,9 +75,7 @@ def written_down(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         ("stare", hosts.TRUNCATED),
     ],
 )
-def test_the_dump_is_that_of_a_plain_model(
-    tmp_path: Path, name: str, masked: int | None
-) -> None:
+def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: int | None):
     """Bit for bit, as every number comes from the same computation in the same micro-batches. A response that TRL masks
     keeps its tokens, and receives nothing."""
     method = hosts.signal_of(name)
@@ -113,15 +109,12 @@ def test_the_dump_is_that_of_a_plain_model(
     mask_BT = rollouts.mask.clone()
     if masked is not None:
         mask_BT[masked] = False
-    facts = {**rollouts.facts, "labels": [{}] * hosts.COUNT}
-    if isinstance(method, TurnMethod):
-        facts["labels"] = [
-            {"turn_rewards": list(rewards)} if rewards else {}
-            for rewards in rollouts.fields["tool_rewards"]
-        ]
-    # Of GSM8K's form the dump shows what is after ####.
-    facts["ground_truth"] = [GOLD[response.prompt] for response in hosts.RESPONSES]
-    rollouts = replace(rollouts, mask=mask_BT, facts=facts)
+    facts = {
+        "labels": hosts.LABELS if isinstance(method, TurnMethod) else [{}] * hosts.COUNT,
+        # Of GSM8K's form the dump shows what is after ####.
+        "ground_truth": [GOLD[response.prompt] for response in hosts.RESPONSES],
+    }
+    rollouts = replace(rollouts, mask=mask_BT, facts=rollouts.facts | facts)
     # Tokens of TRL's micro-batch.
     expected = hosts.plain_table(
         method, rollouts, tokens=hosts.COUNT * rollouts.padded_length
@@ -140,7 +133,7 @@ def test_the_dump_is_that_of_a_plain_model(
         assert_allclose(received_T, row.advantage_T, rtol=1e-3, atol=1e-5)
 
 
-def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
+def test_steps_rows_resuming_and_a_second_training(tmp_path: Path):
     """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones,
     and one from step 0 leaves those of an earlier training alone. A folder of a training that lives is refused."""
     tokens = tmp_path / "tokens"
@@ -179,7 +172,7 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path) -> None:
         pass
 
 
-def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
+def test_the_effect_is_the_change_by_the_update(tmp_path: Path):
     """Of the written responses, in every second step, against the models before and after it. A small step of plain
     gradient descent moves most tokens with their advantage."""
     trained(
@@ -195,9 +188,10 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
         False
     ] * 4
     # The models before and after the second update are on the disk.
-    rollouts = rollouts_of([row.token_ids_T.tolist() for row in rows[4:8]], [0.0] * 4)
-    rollouts = replace(
-        rollouts, prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]]
+    rollouts = rollouts_of(
+        [row.token_ids_T.tolist() for row in rows[4:8]],
+        [0.0] * 4,
+        prompts=[torch.tensor(row.prompt_ids) for row in rows[4:8]],
     )
     old_BT, new_BT = (
         PlainHost(
@@ -215,7 +209,7 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path) -> None:
     assert step in (2, 3) and 0.5 < moved <= 1
 
 
-def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path) -> None:
+def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path):
     trainer = build(tmp_path, token_dump=tmp_path / "tokens", max_steps=2)
     compute = trainer._compute_loss
 
@@ -272,7 +266,7 @@ def unread(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
 )
 def test_a_run_received_what_it_intended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict
-) -> None:
+):
     """By TRL's losses, also those with which token weights are refused."""
     loss_type = options["loss_type"]
     is_refused = bool({*options} & {"token_weights", "importance_sampling_level"})
@@ -292,7 +286,7 @@ def test_a_run_received_what_it_intended(
     assert max(np.abs(row.by_update_KT[1] - row.advantage_T).max() for row in rows) > 1e-3
 
 
-def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path) -> None:
+def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path):
     trainer = build(tmp_path, token_weights="uniform", token_dump=tmp_path / "tokens")
     # The loss is 8 times as large before the backward.
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -307,7 +301,7 @@ class Doubling(TokenWeightGRPOTrainer):
 
 def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_are_not_read(
     tmp_path: Path,
-) -> None:
+):
     received(tmp_path / "doubling", Doubling)
     assert mismatches(tmp_path / "doubling") == [["scaled"]]
     assert main([str(tmp_path / "doubling")]) == 1
@@ -320,7 +314,7 @@ def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_ar
 @pytest.mark.parametrize("place", ["check", "loss_mask", "Gradient", "Piece"])
 def test_an_error_in_the_receipt_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: Tensor, place: str
-) -> None:
+):
     """As it reads, gathers or compares; the first of two receipts has one, the training is that without."""
     correct = getattr(dump_module, place)
     failed = []

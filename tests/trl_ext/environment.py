@@ -1,8 +1,6 @@
 """Processes that have TRL on their path. verl 0.9.1 does not start where it can import TRL, so everything with TRL runs in
 them. By hand: ``PYTHONPATH=.venv/trl .venv/bin/python -m pytest tests/trl_ext/core_checks.py``."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

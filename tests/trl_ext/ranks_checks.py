@@ -2,8 +2,6 @@
 not the CPU. Run by test_trl.py with TRL on the path, before the other checks: here forks train, and one that is made
 after a backward has none on another device."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket
@@ -21,7 +19,7 @@ from trl import GRPOTrainer
 from grail_advantage.dump import read_dump
 from tests.trl_ext import world
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "grail": {"skip_zero_advantage": True},
     "stare": {"token_weight_options": {"threshold": 100.0}},
     "shear": {"token_weight_options": {"window": 6, "stride": 3}},
@@ -31,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def train(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the figures, and the parameters at the end."""
-    settings: dict[str, Any] = {
+    settings = {
         "max_steps": 3,
         "loss_type": "dr_grpo",
         "learning_rate": 0.05,
@@ -46,13 +44,8 @@ def train(name: str, folder: Path, world_size: int) -> dict[str, Any]:
         token_dump=folder.parent / f"{name} of {world_size}",
         **settings | OPTIONS[name],
     )
-    figures = {
-        key.split("/")[-1]: value
-        for key, value in trainer.state.log_history[0].items()
-        if f"{name}/" in key
-    }
     return {
-        "figures": figures,
+        "figures": trainer.state.log_history[0],
         "distributed": type(trainer.model_wrapped).__name__,
         "parameters": world.parameters(trainer.model),
     }
@@ -115,7 +108,7 @@ CLOSE = {"advantage_T": 2e-3} | dict.fromkeys(
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
+def test_two_ranks_train_like_one(folder: Path, name: str):
     """Parameters, figures, the dump with every advantage, and a receipt without a finding."""
     alone, first, second = (
         torch.load(folder / f"result{rank}of{size}.pt")[name]
@@ -130,9 +123,10 @@ def test_two_ranks_train_like_one(folder: Path, name: str) -> None:
     # The main process logs.
     figures = first["figures"]
     # One of the eight responses is cut off.
-    assert figures["truncated_rate"] == (0 if name == "turn_rloo" else 1 / 8)
-    for figure in ("answer_found_rate", "selected_rate", "weight_one_rate"):
-        assert figures[figure] == pytest.approx(alone["figures"][figure]), figure
+    assert figures[f"{name}/truncated_rate"] == (0 if name == "turn_rloo" else 1 / 8)
+    for rate in ("answer_found_rate", "selected_rate", "weight_one_rate"):
+        figure = f"{name}/{rate}"
+        assert figures[figure] == pytest.approx(alone["figures"][figure]), rate
     # Three steps of eight responses.
     for size in (2, 1):
         assert world.mismatches(folder / f"{name} of {size}") == [[]] * 3
@@ -175,7 +169,7 @@ def differences_on_card(folder: Path) -> dict[str, float]:
     return differences
 
 
-def test_weights_on_another_device_are_those_of_the_cpu(tmp_path: Path) -> None:
+def test_weights_on_another_device_are_those_of_the_cpu(tmp_path: Path):
     """One that mixes with no tensor of the CPU and has no float64, as Apple's MPS."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
         differences = process.submit(differences_on_card, tmp_path).result()

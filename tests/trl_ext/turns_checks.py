@@ -1,7 +1,5 @@
 """Credit by turn in TRL, with tools and environments; run by test_trl.py with TRL on the path."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +72,7 @@ def assert_batches(
     assert sorted(scripts) == sorted(advantages)
 
 
-def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path) -> None:
+def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path):
     """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
     in micro-batches; a tool's tokens receive nothing."""
     settings = {
@@ -109,7 +107,7 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
     [{"tools": [world.GAME.guess]}, {"environment_factory": Guess}],
     ids=["tools", "an environment"],
 )
-def test_what_a_reward_function_logs_comes_first(tmp_path: Path, environment: dict) -> None:
+def test_what_a_reward_function_logs_comes_first(tmp_path: Path, environment: dict):
     """As the page's ``judge.py``; an environment's own reward counts, too."""
     options = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns"}}
     scripts = []
@@ -127,7 +125,7 @@ def test_what_a_reward_function_logs_comes_first(tmp_path: Path, environment: di
     assert_batches(trainer.seen, expected(scripts))
 
 
-def test_the_outcome_is_trls_weighted_sum(tmp_path: Path) -> None:
+def test_the_outcome_is_trls_weighted_sum(tmp_path: Path):
     """Of reward functions and the environment's own, with what the environment earns after the last turn; an
     environment that keeps its list counts from its length."""
 
@@ -170,7 +168,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 )
 def test_conversations_that_end_at_the_limit(
     tmp_path: Path, complete: list[Any], limit: int, masked: bool
-) -> None:
+):
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
     # So long that some conversations end, and some do not.
@@ -201,7 +199,7 @@ def test_conversations_that_end_at_the_limit(
         assert_allclose(row.advantage_T, expected_T, rtol=1e-5, atol=1e-6)
 
 
-def test_fields_that_are_refused(tmp_path: Path) -> None:
+def test_fields_that_are_refused(tmp_path: Path):
     """Nowhere, and not one value a response."""
 
     # Two values a response.

@@ -1,8 +1,6 @@
 """A trainer of a tiny model whose responses are written down (``world.json``) instead of sampled; all else of TRL is real,
 tools too. The conversations play the game of ``docs/trl.md``."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -146,7 +144,7 @@ def speaks(model: Any, scripts: Scripts) -> Any:
     of its scripts."""
 
     def generate(input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
-        seen: Counter = Counter()
+        seen = Counter()
         responses = []
         for ids_P, mask_P in zip(
             input_ids, attention_mask[:, -input_ids.shape[1] :].bool(), strict=True

@@ -41,6 +41,12 @@ from grail_advantage.verl_ext.worker import UpdateReader
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
 
+Fields = dict[str, Any]
+"""Of a response, as verl stores it."""
+Rows = dict[str, Fields]
+"""Responses by key."""
+Advantages = dict[str, torch.Tensor]
+"""Of the tokens of responses, by key."""
 ROWS = [
     ("a_0_0", "Two?", r"So 2 is \boxed{2}.<end>", 1.0),
     ("a_1_0", "Two?", r"Is it \boxed{3}, maybe?<end>", 0.0),
@@ -52,7 +58,7 @@ ROWS = [
 """Key, prompt, response and reward."""
 INCORRECT = {"a_1_0", "a_2_0", "b_1_0"}
 """Responses with an answer that is."""
-FACTS: dict[str, Any] = {
+FACTS = {
     "reward_model": {"ground_truth": 7},
     "extra_fields": {"reward_extra_info": {"acc": 0.0}},
     "data_source": "gsm8k",
@@ -69,7 +75,7 @@ ONE_MINI_BATCH = (
 
 def row_of(
     prompt: str, parts: str | Sequence[str], reward: float, **columns: Any
-) -> dict[str, Any]:
+) -> Fields:
     """A response as verl's agent loop stores it; a tool wrote every second of several parts."""
     ids = [encode(part) for part in ([parts] if isinstance(parts, str) else parts)]
     response_T = torch.tensor([token for part in ids for token in part])
@@ -88,7 +94,7 @@ def row_of(
     }
 
 
-def plain_rows() -> dict[str, dict[str, Any]]:
+def plain_rows() -> Rows:
     """:data:`ROWS` by key, with :data:`FACTS`."""
     # The data set has the field in every row, or in none.
     nothing = {name: {} for name in FACTS} | {"data_source": "gsm8k"}
@@ -101,7 +107,7 @@ def plain_rows() -> dict[str, dict[str, Any]]:
 class Store:
     """TransferQueue's functions for one partition; counts the fields that are fetched."""
 
-    def __init__(self, rows: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.rows = {key: {"uid": key.split("_")[0], **row} for key, row in rows.items()}
         self.fetched: Counter[str] = Counter()
         self.calls = 0
@@ -182,7 +188,7 @@ class Workers:
         self.updates: list[KVBatchMeta] = []
         self.forwards = 0
 
-    def log_probs(self, place: int, row: dict[str, Any]) -> torch.Tensor:
+    def log_probs(self, place: int, row: Fields) -> torch.Tensor:
         """What a forward finds of prompt and response, each at the position before its token."""
         count = len(row["prompts"]) + len(row["responses"])
         return torch.full((count,), -0.1 + self.drift * place * self.forwards)
@@ -275,7 +281,7 @@ class Step:
         self,
         *overrides: str,
         method: Method | None = None,
-        rows: dict[str, dict[str, Any]] | None = None,
+        rows: Rows | None = None,
         workers: Any = Workers,
         folder: Path | None = None,
         mode: str = "sync",
@@ -316,23 +322,24 @@ class Step:
             if settings.dump is not None:
                 trainer._dump = UpdateDump(settings, trainer.tokenizer, updates=1)
         self.store = Store(rows)
+        self.rows = self.store.rows
         self.metrics = {}
         self.workers = trainer.actor_rollout_wg = workers(self.store, config)
 
-    def run(self, *padding: str) -> dict[str, torch.Tensor]:
+    def run(self, *padding: str) -> Advantages:
         """From the old log-probabilities, unless the responses have them, to the advantages, by key."""
         with self.store.installed(padding) as batch:
-            if not all("old_log_probs" in row for row in self.store.rows.values()):
+            if not all("old_log_probs" in row for row in self.rows.values()):
                 batch = self.trainer._compute_old_log_prob(batch, {})
             batch = self.trainer._compute_advantage(batch, self.metrics)
-        assert batch.keys == list(self.store.rows)
-        return {key: self.store.rows[key]["advantages"] for key in batch.keys}
+        assert batch.keys == list(self.rows)
+        return {key: self.rows[key]["advantages"] for key in batch.keys}
 
     def update(self, *padding: str) -> KVBatchMeta:
         """The update; its batch. What the weights have handed to it is gone then."""
         with self.store.installed(padding) as batch:
             batch = self.trainer._update_actor(batch, self.metrics)
-        assert batch.keys == list(self.store.rows) and not hasattr(self.trainer, "_weighed")
+        assert batch.keys == list(self.rows) and not hasattr(self.trainer, "_weighed")
         assert WATCHED not in batch.extra_info and batch.fields == ["responses"]
         return batch
 
@@ -350,7 +357,7 @@ class Step:
         return self.written()
 
 
-def same(advantages: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+def same(advantages: Advantages, expected: Advantages) -> bool:
     """Whether the advantages of all responses are equal bit for bit."""
     return advantages.keys() == expected.keys() and all(
         torch.equal(values_T, expected[key]) for key, values_T in advantages.items()

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import sys
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -54,7 +53,7 @@ from tests.verl_ext.engines import (
     training_worker,
     whole_blocks,
 )
-from tests.verl_ext.one_step import Step, plain_rows
+from tests.verl_ext.one_step import Fields, Step, plain_rows
 
 TIMEOUT = timedelta(seconds=300)
 LONGEST = 1800.0
@@ -114,7 +113,7 @@ GROUPS = (
 """Whole groups of even and of odd ranks; the last response of the second fills it up, and has no group."""
 Pass = tuple[Method, float, Sizes]
 # Micro-batches of one response, of several, and by a budget of tokens.
-SALIENCY: dict[str, Pass] = {
+SALIENCY = {
     "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
     "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
     "saliency, first": (Grail("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
@@ -122,7 +121,7 @@ SALIENCY: dict[str, Pass] = {
     "saliency, last": (Grail("official", leaf="last"), 1.0, Sizes(budget=260)),
 }
 PORT = {"variant": "grail_port"}
-GRADIENT: dict[str, Pass] = {
+GRADIENT = {
     "oar_g": (build("oar_g"), 1.0, Sizes(rows=1)),
     "oar_g, joint": (
         build("oar_g", {"probe": "answer_joint", "noise_seed": 3}),
@@ -135,7 +134,7 @@ GRADIENT: dict[str, Pass] = {
         Sizes(budget=260),
     ),
 }
-PERTURBATION: dict[str, Pass] = {
+PERTURBATION = {
     "oar_p": (build("oar_p"), 1.0, Sizes(rows=5)),
     "oar_p, port, last": (
         build("oar_p", {**PORT, "probe": "last"}),
@@ -148,7 +147,7 @@ PERTURBATION: dict[str, Pass] = {
         Sizes(budget=260),
     ),
 }
-INFERENCE: dict[str, Pass] = {
+INFERENCE = {
     "rlsd": (build("rlsd"), 0.7, Sizes(budget=100)),
     "shear": (build("shear", {"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
 }
@@ -196,7 +195,7 @@ def passes_of(name: str) -> list[str]:
     if name == "fsdp2, packed":
         return [*INFERENCE, *PERTURBATION, *GRADIENT, *SALIENCY]
     setup = SETUPS[name]
-    kinds: list[Collection[str]] = [INFERENCE, PERTURBATION, GRADIENT, SALIENCY]
+    kinds = [INFERENCE, PERTURBATION, GRADIENT, SALIENCY]
     if setup.sequence_parallel > 1:
         kinds = [SALIENCY]
     if setup.kernels:
@@ -206,15 +205,6 @@ def passes_of(name: str) -> list[str]:
     return [list(names)[turn % len(names)] for names in kinds]
 
 
-def row_of(rollout: Rollout, place: int, span: str, group: int) -> Row:
-    """A response for a pass."""
-    prompt = encode(rollout.prompt)
-    response = encode(rollout.response)
-    answer = find_answer_span(response, char_tokenizer(), span)
-    tokens = torch.tensor(prompt + response)
-    return Row(tokens, len(prompt), len(response), answer, rollout.advantage, group, place)
-
-
 def pass_rows(name: str, rank: int, size: int) -> list[Row]:
     """The share of a data-parallel rank for a pass, prepared."""
     signal = OWN[name][0]
@@ -222,9 +212,21 @@ def pass_rows(name: str, rank: int, size: int) -> list[Row]:
     if name in INFERENCE:
         # Responses of a group meet on a rank.
         share = [BY_NAME[response_name] for response_name in GROUPS[rank % 2]]
-    rows = [
-        row_of(rollout, place, signal.span, rank) for place, rollout in enumerate(share)
-    ]
+    rows = []
+    for place, rollout in enumerate(share):
+        prompt = encode(rollout.prompt)
+        response = encode(rollout.response)
+        rows.append(
+            Row(
+                torch.tensor(prompt + response),
+                len(prompt),
+                len(response),
+                find_answer_span(response, char_tokenizer(), signal.span),
+                rollout.advantage,
+                rank,
+                place,
+            )
+        )
     if name not in INFERENCE:
         return [signal.prepare(row, char_tokenizer()) for row in rows]
     if rank % 2:
@@ -248,13 +250,13 @@ FAMILIES = {
 
 # With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen.
 DROPOUT = {"attention_dropout": 0.5}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "qwen3": DROPOUT,
     "qwen3-tied": {"tied": True, **DROPOUT},
     "llama-tied": {"family": "llama", "tied": True, **DROPOUT},
 }
 ON_HEAD = {"target_modules": ["q_proj", "down_proj", "lm_head"]}
-ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+ADAPTERS = {
     "adapter": ("qwen3-tied", {"target_modules": "all-linear"}),
     "adapter-head": ("qwen3", ON_HEAD),
     "adapter-tied-head": ("qwen3-tied", ON_HEAD),
@@ -339,9 +341,7 @@ def modes_of(loss: tuple[str, str]) -> list[str]:
     return ["watched", *modes] if loss == PLAIN_UPDATE else modes
 
 
-def response(
-    prompt_P: torch.Tensor, response_T: torch.Tensor, **columns: Any
-) -> dict[str, Any]:
+def response(prompt_P: torch.Tensor, response_T: torch.Tensor, **columns: Any) -> Fields:
     """A response with the fields of verl's update; those of the loss are 1 where ``columns`` has none."""
     tokens = torch.cat([prompt_P, response_T])
     row = {"prompts": prompt_P, "responses": response_T, "input_ids": tokens}
@@ -354,7 +354,7 @@ def response(
 
 def update(
     worker: Any,
-    rows: list[dict[str, Any]],
+    rows: list[Fields],
     size: int,
     mode: str = "",
     epochs: int = 1,
@@ -413,7 +413,7 @@ def update(
     }
 
 
-def verls_forward(worker: Any, rows: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
+def verls_forward(worker: Any, rows: list[Fields]) -> dict[str, list[torch.Tensor]]:
     """Old log-probabilities and entropies of responses as verl's trainer gets them, by a forward of their own."""
     settings = {"calculate_entropy": True, "compute_loss": False}
     batch = batch_of(rows, temperature=TEMPERATURE, **settings)
@@ -524,7 +524,7 @@ class Rank:
             return torch.cat(list(step.run().values()))
 
         # The responses' log-probabilities stay, so that only a pass can tell the policies apart.
-        results: dict[str, Any] = {"first": advantages(0)}
+        results = {"first": advantages(0)}
         # As verl's trainer at the first update.
         workers.save_model_to_cpu(0)
         for _ in range(2):
@@ -556,7 +556,7 @@ class Rank:
         columns = verls_forward(training_worker(updates.engine), updates.rows)
         for row, old_T in zip(updates.rows, columns["old_log_probs"], strict=True):
             row["old_log_probs"] = old_T
-        results: dict[Any, Any] = {"columns": columns}
+        results = {"columns": columns}
         results["places"] = [int(row[PLACES][0]) for row in updates.rows]
         for mode in ("verl", "reused", "reused, skipped, watched"):
             results[mode] = updates.run(PLAIN_UPDATE, mode, epochs=2)
@@ -591,9 +591,16 @@ class Updates:
             parameter.copy_(value)
         # Adam forgets its moments, too.
         self.engine.optimizer.state.clear()
-        options = dict(zip(("policy_loss", "loss_agg_mode"), loss, strict=True))
-        worker = training_worker(self.engine)
-        result = update(worker, self.rows, self._size, mode, epochs, **options)
+        policy_loss, aggregation = loss
+        result = update(
+            training_worker(self.engine),
+            self.rows,
+            self._size,
+            mode,
+            epochs,
+            policy_loss=policy_loss,
+            loss_agg_mode=aggregation,
+        )
         result["parameters"] = [parameter.clone() for parameter in self._parameters]
         return result
 
@@ -610,7 +617,7 @@ class AllRows(TokenWeightDetachActorWorker):
 
 ON_FOUR = [name for name, setup in SETUPS.items() if setup.ranks == 4]
 ON_TWO = [name for name in SETUPS if name not in ON_FOUR]
-PARTS: dict[str, dict[str, Collection[str]]] = {
+PARTS = {
     "updates": {"updates": UPDATES, "own_forward": LAYOUTS},
     "families": {"family": FAMILIES},
     "2": {"held": ["fsdp2"], "later_update": PLAIN, "passes": ON_TWO},

@@ -13,11 +13,11 @@ import yaml
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
-from grail_advantage import Rollouts
 from grail_advantage.data import runs
 from grail_advantage.verl_ext.entry import check_config
 from grail_advantage.verl_ext.tool_agent import TurnToolAgent
 from tests.composed import VERL, compose
+from tests.core.common import rollouts_of
 from tests.documentation import ROOT
 from tests.recipe.test_agent import BOX, FIRST, SECOND, run_loop
 from verl_cpu.tiny.model import build_tokenizer
@@ -25,7 +25,7 @@ from verl_cpu.tiny.shipped import build_agent_tokenizer
 
 UNKNOWN = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 # The tool checks all calls of a turn against the same step of the chain.
-CASES: dict[str, tuple[list[str], list[list[float]]]] = {
+CASES = {
     "one call a turn": ([FIRST, SECOND, BOX], [[1.0], [1.0]]),
     "two calls in the first turn": ([FIRST + SECOND, BOX], [[1.0, -1.0]]),
     "two calls in the second turn": ([FIRST, SECOND + SECOND, BOX], [[1.0], [1.0, 1.0]]),
@@ -70,7 +70,7 @@ def test_calls_that_end_in_another_order_and_tools_without_a_reward(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """verl leaves a reward of ``None`` out of its list, which shifts the others."""
-    rewards: list[Any] = [0.25, None, -1.0]
+    rewards = [0.25, None, -1.0]
     inner = ToolAgentLoop._call_tool
 
     async def late(self: ToolAgentLoop, *args: Any) -> Any:
@@ -117,7 +117,6 @@ def test_the_loop_and_its_rewards_have_the_same_turns(
     compute_score = _module("my_reward").compute_score
     judged = compute_score("", "", "2", dict(output.extra_fields), num_turns=2)
     rewards = judged["turn_rewards"]
-    mask_BT = torch.tensor([output.response_mask]).bool()
     assert len(output.response_ids) == len(output.response_mask) <= limit
     assert len(runs(output.response_mask)) == len(rewards) == output.num_turns / 2
     # The turn that says yes is worth nothing.
@@ -130,15 +129,14 @@ def test_the_loop_and_its_rewards_have_the_same_turns(
     words = shlex.split(command)
     assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
     method = check_config(compose("ppo_trainer", words[4:-1], VERL)).method
-    rollouts = Rollouts(
-        prompts=[torch.tensor(output.prompt_ids)],
-        responses=[torch.tensor(output.response_ids)],
-        mask=mask_BT,
-        advantages=torch.ones(1),
+    rollouts = rollouts_of(
+        [output.response_ids],
+        [1.0],
+        [output.response_mask],
         groups=torch.zeros(1, dtype=torch.int64),
         rewards=torch.tensor([judged["score"]]),
         fields={"turn_rewards": [rewards]},
     )
     # A turn's score is the sum of the rewards from it on.
-    scores = method.scores(rollouts, None)[mask_BT].unique_consecutive()
+    scores = method.scores(rollouts, None)[rollouts.mask].unique_consecutive()
     assert set(scores.tolist()) == {sum(rewards[turn:]) for turn in range(len(rewards))}

@@ -40,7 +40,7 @@ from recipe.rules import check_trl
 from tests import forked
 from tests.composed import VERL, compose, prepare
 from tests.core.common import METHODS
-from tests.core.real_tokenizers import save_under_class
+from tests.core.real_tokenizers import save_as_llamas
 from verl_cpu.tiny.model import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -240,9 +240,7 @@ def test_options_come_from_the_methods_section():
 def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
     estimator: str, option: str, tmp_path: Path
 ):
-    broken = save_under_class(
-        build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama"
-    )
+    broken = save_as_llamas(build_tokenizer(), tmp_path / "model")
     overrides = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
     words = f"{MODEL}.{option}= answers.tokenizers"
     _refused(*overrides, f"++{MODEL}.{option}={broken}", words=words)

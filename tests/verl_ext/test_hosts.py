@@ -106,8 +106,7 @@ def dumped(folder: Path, signal: Method, rejected: int | None) -> pa.Table:
 def expected(signal: Method, rejected: int | None) -> pa.Table:
     """The plain model's dump, with verl's keys, and with rewards by turn where there are some."""
     rollouts = hosts.plain_rollouts().part(JUDGED)
-    rewards = [list(response.tool_rewards) for response in RESPONSES]
-    labels = [{"turn_rewards": of_turns} if of_turns else {} for of_turns in rewards]
+    labels = [hosts.LABELS[row] for row in JUDGED]
     # Rejection sampling takes a response out of the mask; its tokens stay.
     mask = rollouts.mask.clone()
     if rejected is not None:

@@ -1,7 +1,7 @@
 """The trainers' advantages under verl's options: token weight times verl's advantage, and nothing else differs."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,16 +9,17 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 
 from grail_advantage import Grail
 from grail_advantage.verl_ext.settings import BASE, BASES
-from tests.verl_ext.one_step import ROWS, Step, row_of
+from tests.verl_ext.one_step import ROWS, Rows, Step, row_of
 
-CORRECTION = "algorithm.rollout_correction"
-TOKENS = tuple(
-    f"{CORRECTION}.rollout_{option}"
-    for option in ("is=token", "rs=token_k1", "rs_threshold='0.7_1.4'")
+TOKENS = (
+    "algorithm.rollout_correction.rollout_is=token",
+    "algorithm.rollout_correction.rollout_rs=token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold='0.7_1.4'",
 )
-SEQUENCES = tuple(
-    f"{CORRECTION}.rollout_{option}"
-    for option in ("is=sequence", "rs=seq_mean_k1", "rs_threshold='0.95_1.05'")
+SEQUENCES = (
+    "algorithm.rollout_correction.rollout_is=sequence",
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold='0.95_1.05'",
 )
 KL = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1")
 TOOL = (
@@ -49,14 +50,13 @@ class Scenario(NamedTuple):
 SCENARIOS = {
     "separate_async": Scenario(mode="separate_async"),
     "decoupled, sequences": Scenario(SEQUENCES),
-    "bypass": Scenario((f"{CORRECTION}.bypass_mode=True", *TOKENS)),
+    "bypass": Scenario(("algorithm.rollout_correction.bypass_mode=True", *TOKENS)),
     "several outputs": Scenario(more=SEVERAL_OUTPUTS),
     "everything": Scenario((*KL, *TOKENS), (*SEVERAL_OUTPUTS, TOOL), "colocate_async"),
     **{base: Scenario(base=base) for base in BASES},
 }
 LEAST_LOST = {"decoupled, sequences": 1, "everything": 4}
 """Responses of which rejection sampling drops tokens, in the scenarios that have any."""
-Rows = dict[str, dict[str, Any]]
 
 
 def responses_of(name: str) -> Rows:
@@ -95,13 +95,13 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str):
     moved = 0
     lost = 0
     for row, weights_T in zip(
-        verl.store.rows.items(), ours.trainer._weighed.weights, strict=True
+        verl.rows.items(), ours.trainer._weighed.weights, strict=True
     ):
         key, columns = row
         mask_T = columns["response_mask"].bool()
         weights_T = weights_T[: len(mask_T)]
         expected_T = torch.where(mask_T, weights_T * columns["advantages"], 0.0)
-        actual = ours.store.rows[key]
+        actual = ours.rows[key]
         torch.testing.assert_close(actual["advantages"], expected_T)
         assert torch.equal(actual["returns"], actual["advantages"])
         moved += bool(expected_T.any()) and len(weights_T[mask_T].unique()) > 2

@@ -207,10 +207,6 @@ def test_dump_joins_verls_own_rollout_dump(pair: Pair):
         texts = (text(row.prompt_ids), text(row.token_ids_T))
         facts = [*texts, row.ground_truth, row.reward, row.step]
         assert facts == [verls[row.key][name] for name in names]
-        assert row.outcome == ("right" if row.reward else "wrong") and row.id.startswith(
-            "parity/"
-        )
-    assert pair.resumed.metrics(2)["token_dump/failed_files"] == 0
 
 
 def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(

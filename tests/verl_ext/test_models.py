@@ -1,8 +1,6 @@
 """Architectures that people train: scores and weights of the plain function against plain autograd. In verl's engine they are
 in ``test_passes.py``."""
 
-from typing import Any
-
 import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
@@ -16,7 +14,7 @@ BATCH = [
     ROLLOUTS[name]
     for name in ("text after the box", "box at the end", "several boxes", "right")
 ]
-OPTIONS: dict[str, Any] = {"preset": "robust", "gate": "all", "leaf": "middle"}
+OPTIONS = {"preset": "robust", "gate": "all", "leaf": "middle"}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -36,13 +36,11 @@ from grail_advantage.verl_ext.settings import (
     Settings,
 )
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
-from tests.core.real_tokenizers import save_under_class
+from tests.core.real_tokenizers import save_as_llamas
 from tests.core.tiny_models import END_ID, encode
 from tests.unjudged import UNJUDGED
-from tests.verl_ext.one_step import INCORRECT, ROWS, Step, row_of
+from tests.verl_ext.one_step import INCORRECT, ROWS, Advantages, Step, row_of
 from verl_cpu.tiny.model import build_tokenizer
-
-Advantages = dict[str, torch.Tensor]
 
 
 def uneven(advantages: Advantages) -> set[str]:
@@ -102,7 +100,7 @@ def test_a_trainers_own_advantages_have_the_last_word(
     assert uneven(complete) == correct and len(step.workers.own) == len(correct)
     assert all((complete[key] < 0).all() for key in correct)
     step = Step(cls=OtherAdvantages)
-    step.store.rows["a_2_0"]["rm_scores"][-1] = math.nan
+    step.rows["a_2_0"]["rm_scores"][-1] = math.nan
     for key, advantages_T in step.run().items():
         # In its group verl makes every advantage NaN.
         expected_T = complete[key] if key[0] == "b" else torch.zeros_like(advantages_T)
@@ -150,7 +148,7 @@ def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int):
     rewards = [1.0, 0.5, 0.0, 0.0]
     complete = scored(rewards, f"{BASE}={base}")
     for number in range(lost):
-        del complete.store.rows[f"a_{number}_0"]
+        del complete.rows[f"a_{number}_0"]
     advantages = scored([math.nan] * lost + rewards[lost:], f"{BASE}={base}").run()
     expected = complete.run()
     for key, advantages_T in advantages.items():
@@ -189,7 +187,7 @@ class TestLeavingOut:
 
     def step(self, *overrides: str, skips: bool = True, padding: str = "") -> Step:
         step = Step(*overrides)
-        step.store.rows["b_0_0"]["rm_scores"][:] = 0
+        step.rows["b_0_0"]["rm_scores"][:] = 0
         step.run()
         step.workers._dispatch_info = {"actor": [0, 1]}
         step.trainer._skips = skips
@@ -256,9 +254,7 @@ def test_a_base_whose_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_answer_that_a_tool_interrupts_is_none():
     step = Step()
-    step.store.rows["a_1_0"] |= row_of(
-        "Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0
-    )
+    step.rows["a_1_0"] |= row_of("Two?", (r"I say \boxed{3", "tool", "} or so<end>"), 0.0)
     assert uneven(step.run()) == INCORRECT - {"a_1_0"} and len(step.workers.own) == 2
     assert step.metrics["grail/answer_found_rate"] == 4 / 6
 
@@ -285,9 +281,7 @@ class TestStart:
 
     def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path: Path):
         """One that the driver could not look at, as it was not there yet."""
-        folder = save_under_class(
-            build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama"
-        )
+        folder = save_as_llamas(build_tokenizer(), tmp_path / "model")
         with pytest.raises(ValueError, match="tokenizer"):
             self._trainer(folder)._init_tokenizer()
 

@@ -9,54 +9,62 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from grail_advantage import Grail
 from tests.verl_ext import whole_run
 
-ROOT = Path(__file__).parents[2]
 NAMES = """
 import importlib, json, os, sys, types
-before = dict(os.environ)
-import verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.engine_workers, verl.utils.tracking
-from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-names = {}
-for module_name, module in sorted(sys.modules.items()):
-    if module_name.split(".")[0] == "verl":
-        for name, value in vars(module).items():
-            if isinstance(value, types.FunctionType):
-                names[f"{module_name}.{name}"] = f"{value.__code__.co_filename}:{value.__qualname__}"
-            elif isinstance(value, type):
-                names[f"{module_name}.{name}"] = f"{value.__module__}:{value.__qualname__}"
-environment = {name: value for name, value in os.environ.items() if before.get(name) != value}
-same = [environment, sorted(map(str, ADV_ESTIMATOR_REGISTRY)), "grail_advantage.methods" in sys.modules]
-plugin, patched = sys.modules.get("grail_advantage.verl_ext.plugin"), verl.utils.config.validate_config
-if plugin is not None:
-    importlib.reload(plugin)
-same.append(verl.utils.config.validate_config is patched)
-print("NAMES" + json.dumps([names, same]))
+import datasets, peft, ray, tensordict, torch, transfer_queue, transformers.modeling_utils, vllm  # once for both
+def names_and_same():
+    before = dict(os.environ)
+    import verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.engine_workers, verl.utils.tracking
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+    names = {}
+    for module_name, module in sorted(sys.modules.items()):
+        if module_name.split(".")[0] == "verl":
+            for name, value in vars(module).items():
+                if isinstance(value, types.FunctionType):
+                    names[f"{module_name}.{name}"] = f"{value.__code__.co_filename}:{value.__qualname__}"
+                elif isinstance(value, type):
+                    names[f"{module_name}.{name}"] = f"{value.__module__}:{value.__qualname__}"
+    environment = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    same = [environment, sorted(map(str, ADV_ESTIMATOR_REGISTRY)), "grail_advantage.methods" in sys.modules]
+    plugin, patched = sys.modules.get("grail_advantage.verl_ext.plugin"), verl.utils.config.validate_config
+    if plugin is not None:
+        importlib.reload(plugin)
+    same.append(verl.utils.config.validate_config is patched)
+    return names, same
+assert not [name for name in sys.modules if name.split(".")[0] == "verl"]
+for hook in sys.argv[1:]:
+    if os.fork() == 0:
+        name, _, value = hook.partition("=")
+        os.environ[name] = value
+        print("NAMES" + json.dumps(names_and_same()), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
-
-
-def _names(**hook: str) -> tuple[dict[str, str], list[Any]]:
-    """verl's functions and classes in a process with these plug-ins, and what else :data:`NAMES` prints."""
-    variables = {
-        name: value for name, value in os.environ.items() if not name.startswith("VERL_")
-    }
-    command = [sys.executable, "-c", NAMES]
-    how = {"cwd": ROOT, "env": variables | hook, "timeout": 600}
-    output = subprocess.check_output(command, text=True, **how)
-    (line,) = (line for line in output.splitlines() if line.startswith("NAMES"))
-    return json.loads(line.removeprefix("NAMES"))
+"""Prints verl's functions and classes in a process with a plug-in, and what else is to be the same in all."""
 
 
 @pytest.mark.slow
 def test_installing_changes_two_functions_of_verls():
     """Once, though the plug-in is named in verl's other hook too. Methods register where a run starts."""
-    names, same = _names(VERL_USE_EXTERNAL_MODULES="grail_advantage.verl_ext.plugin")
-    stock_names, stock_same = _names(VERL_USE_EXTERNAL_PLUGINS="none")
+    hook = "VERL_USE_EXTERNAL_MODULES=grail_advantage.verl_ext.plugin"
+    output = subprocess.check_output(
+        [sys.executable, "-c", NAMES, hook, "VERL_USE_EXTERNAL_PLUGINS=none"],
+        cwd=whole_run.ROOT,
+        env={name: os.environ[name] for name in os.environ if not name.startswith("VERL_")},
+        text=True,
+        timeout=600,
+    )
+    (names, same), (stock_names, stock_same) = (
+        json.loads(line.removeprefix("NAMES"))
+        for line in output.splitlines()
+        if line.startswith("NAMES")
+    )
     changed = {
         name.rsplit(".", 1)[1]
         for name in names.keys() | stock_names.keys()

@@ -22,7 +22,7 @@ from grail_advantage.verl_ext.rules import why_not_reuse
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
 from grail_advantage.verl_ext.settings import REUSE as OPTION
 from tests.composed import compose, parsed, verls_on_cpu
-from tests.verl_ext.one_step import Step, Workers, same
+from tests.verl_ext.one_step import Fields, Step, Workers, same
 
 SAME = Finding(1e-6, 2e-4, "beside other responses and alone")
 DRAWS = Finding(0.4, 2e-4, "alone and alone again")
@@ -39,7 +39,7 @@ class OneForward(Workers):
 
     micro_batch = 8
 
-    def log_probs(self, place: int, row: dict[str, Any]) -> torch.Tensor:
+    def log_probs(self, place: int, row: Fields) -> torch.Tensor:
         return log_probs_of(row["prompts"], row["responses"])
 
     def update_actor(self, batch: KVBatchMeta) -> Any:
@@ -69,7 +69,7 @@ def steps_of(folder: Path, *overrides: str, **how: Any) -> list[Step]:
         step = Step(*options, workers=OneForward, folder=folder / str(reuses), **how)
         step.trainer._reuses = reuses
         # Another sampler than the policy.
-        for row in step.store.rows.values():
+        for row in step.rows.values():
             row["rollout_log_probs"] = -0.2 - (row["responses"] * 7 % 11) / 10
         steps.append(step)
     return steps
@@ -112,7 +112,7 @@ def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
     reused.train()
     differences = []
     # By hand: the difference of both probabilities of each token.
-    for row in reused.store.rows.values():
+    for row in reused.rows.values():
         log_probs_P = log_probs_of(row["prompts"], row["responses"])
         policy_T = log_probs_P[len(row["prompts"]) - 1 : -1]
         differences.append((policy_T.exp() - row["rollout_log_probs"].exp()).abs())

@@ -22,9 +22,8 @@ from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.patches import advantages_by
 from grail_advantage.verl_ext.ray_trainer import WRITTEN, TokenWeightRayTrainer
 from grail_advantage.verl_ext.settings import BASE, MISSING
-from tests.verl_ext.one_step import FACTS, Step, Workers, same
+from tests.verl_ext.one_step import FACTS, Advantages, Fields, Rows, Step, Workers, same
 
-Rows = dict[str, dict[str, Any]]
 OF_DATA = FACTS.keys() - {"extra_fields"}
 PADDED = [
     "responses",
@@ -60,6 +59,12 @@ class OlderWorkers(Workers):
         self.updated = torch.load(Path(path) / "policy.pt")
 
 
+def proto_of(tensors: dict[str, torch.Tensor], columns: dict[str, list[Any]]) -> DataProto:
+    """Responses or prompts, with columns of objects."""
+    objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
+    return DataProto.from_dict(tensors, non_tensors=objects)
+
+
 class Older(Step):
     """The older trainer with the same responses, as ``fit`` has them before the advantages."""
 
@@ -71,8 +76,8 @@ class Older(Step):
 
     def data(self, without: tuple[str, ...] = ()) -> DataProto:
         """As padded tensors, but for some of what ``_compute_old_log_prob`` hands on."""
-        rows = list(self.store.rows.values())
-        fields = self.store.kv_batch_get(list(self.store.rows), "train", PADDED)
+        rows = list(self.rows.values())
+        fields = self.store.kv_batch_get(list(self.rows), "train", PADDED)
         tensors = dict(fields.to_padded_tensor().items())
         # The older trainer hands on what the model wrote, here every token, under a name of this package.
         written = tensors.pop("loss_mask")
@@ -95,20 +100,17 @@ class Older(Step):
             row["extra_fields"].get("reward_extra_info", {}) for row in rows
         ]
         self._begin_rollout(rows)
-        objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
-        return DataProto.from_dict(tensors, non_tensors=objects)
+        return proto_of(tensors, columns)
 
-    def _begin_rollout(self, rows: list[dict[str, Any]]) -> None:
+    def _begin_rollout(self, rows: list[Fields]) -> None:
         """Of the responses' prompts, with the weight that the data set gives each."""
         weights = {row["uid"]: row.get("weight") for row in rows}
         columns = {"uid": [*weights], "weight": [*weights.values()]}
-        objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
-        tensors = {"dummy_tensor": torch.zeros(len(weights), 1)}
-        prompts = DataProto.from_dict(tensors, non_tensors=objects)
+        prompts = proto_of({"dummy_tensor": torch.zeros(len(weights), 1)}, columns)
         self.trainer._get_gen_batch(prompts)
         assert "weight" not in prompts.non_tensor_batch
 
-    def run(self, *without: str) -> dict[str, torch.Tensor]:
+    def run(self, *without: str) -> Advantages:
         """From verl's call of ``compute_advantage`` to the update; the advantages by key."""
         algorithm = self.trainer.config.algorithm
         with advantages_by(self.trainer._weighted_advantages):
@@ -127,7 +129,7 @@ class Older(Step):
         return dict(zip(keys, data.batch["advantages"], strict=True))
 
 
-def tables_of(folder: Path, step: int) -> list[list[dict[str, Any]]]:
+def tables_of(folder: Path, step: int) -> list[list[Fields]]:
     """What the files of a step hold, the responses first; their texts compare NaN as equal."""
     files = sorted(folder.glob(f"*{step:06d}*"), reverse=True)
     return [pq.read_table(file).to_pylist() for file in files]
@@ -153,7 +155,7 @@ def test_is_the_v1_trainer_on_the_same_responses(
     overrides = (f"{BASE}={base}", f"{MISSING}=warn")
     method = build(name)
     step = Step(*overrides, method=method, folder=tmp_path / "v1")
-    rows = step.store.rows
+    rows = step.rows
     if name == "progress_advantage":
         for number, row in enumerate(rows.values(), start=1):
             row["ref_log_prob"] = -0.1 * (number + torch.arange(len(row["responses"])))
@@ -202,7 +204,7 @@ def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path):
     plain = Older(tmp_path, build("uniform")).run()
     # With the first step's column the second step would multiply by 2, too.
     for weight in (2.0, 3.0):
-        for key, row in older.store.rows.items():
+        for key, row in older.rows.items():
             row["uid"] = f"{key[0]}{weight}"
             row["weight"] = weight
         for weighted, unweighted in zip(older.run().values(), plain.values(), strict=True):

@@ -23,7 +23,7 @@ KNOWN = sorted(POLICY_LOSS_REGISTRY.keys() - {"bypass_mode", "clip_cov", "geo_me
 """verl's losses that have a formula and keep the mean over an update."""
 SEEDS = 20
 pytestmark = pytest.mark.slow
-CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES = {
     "ranks": (1, 2),
     "updates": (1, 2),
     "epochs": (1, 4),

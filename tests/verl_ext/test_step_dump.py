@@ -65,7 +65,7 @@ def test_no_group_is_left_out_for_ever():
 BY_TURN = {"call_rewards": [[1.0, 0.5], [None], [-1.0]], "tool_rewards": [1.0, 0.5, -1.0]}
 BY_CALL = {"tool_rewards": [1.0, 0.5]}
 JUDGED = {"reward_extra_info": {"turn_rewards": [1, -1.0]}, "mine": [2], **BY_CALL}
-LABELS: list[tuple[str | None, Any, int, int, list[Any] | None]] = [
+LABELS = [
     # The reward function's go first. Its list is of the session, of which a response before had the first turn.
     (None, JUDGED, 0, 0, [1.0, -1.0]),
     (None, JUDGED, 1, 0, [-1.0]),
@@ -100,7 +100,7 @@ class Silent:
 
 
 NAN = float("nan")
-ODD: dict[str, list[tuple[Any, Any]]] = {
+ODD = {
     "acc": [
         *((value, "right") for value in (True, "1.0", torch.ones(1))),
         *((value, "wrong") for value in (0, np.array(0.0), Decimal(0))),
@@ -129,7 +129,7 @@ class TestFacts:
     def test_facts_of_the_data_and_of_the_reward_function(self, tmp_path: Path):
         step = Step(f"{ROLLOUT}.temperature=0.5", folder=tmp_path)
         step.run("a_1_0")
-        for row in step.store.rows.values():
+        for row in step.rows.values():
             # What the run does to its tensors afterwards must not reach the file.
             for name in ("advantages", "old_log_probs", "entropy", "rm_scores"):
                 row[name].fill_(99.0)
@@ -304,7 +304,7 @@ class TestReceived:
         """A loss that is a quarter of what it should be, and ratios that are not 1: before a later update of a step of
         ``separate_async`` the policy has moved."""
         step = Step(method=build("uniform"), folder=tmp_path, mode="separate_async")
-        for row in step.store.rows.values():
+        for row in step.rows.values():
             row["old_log_probs"] = row["rollout_log_probs"]
         setattr(step.workers, field, value)
         # As if other updates of the step had come before.
@@ -341,7 +341,7 @@ class TestReceived:
         step.workers.reads = False
         rows = step.train()
         assert step.trainer._dump.steps.failed == received
-        assert received == any(PLACES in row for row in step.store.rows.values())
+        assert received == any(PLACES in row for row in step.rows.values())
         assert [row.received_T for row in rows] == [None] * len(ROWS)
         assert not [*tmp_path.glob("received_*")]
         assert not any(name.startswith("receipt/") for name in step.metrics)

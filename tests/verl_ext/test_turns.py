@@ -13,9 +13,7 @@ from grail_advantage.method import build
 from grail_advantage.methods.sessions import TurnMethod
 from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
 from tests.core.tiny_models import encode
-from tests.verl_ext.one_step import Step, row_of, same
-
-Advantages = dict[str, torch.Tensor]
+from tests.verl_ext.one_step import Advantages, Step, row_of, same
 
 
 class Talk(NamedTuple):
@@ -56,14 +54,14 @@ def expected() -> Advantages:
 def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantages):
     """A list that compute_score returns goes before the agent loop's; a field of any name, one reward a turn."""
     step = _step("turn_rloo")
-    for row in step.store.rows.values():
+    for row in step.rows.values():
         judged = row["extra_fields"]["tool_rewards"]
         # Those of the agent loop would give other advantages.
         row["extra_fields"]["tool_rewards"] = [9.0]
         row["extra_fields"]["reward_extra_info"] = {"tool_rewards": judged, "acc": 1.0}
     assert same(step.run(), expected)
     step = _step("turn_rloo", rewards="turn_scores", align="turns", outcome=False)
-    for key, row in step.store.rows.items():
+    for key, row in step.rows.items():
         row["extra_fields"]["turn_scores"] = [*TALKS[key].rewards, TALKS[key].outcome]
     assert same(step.run(), expected)
     # No response has a field of that name.
@@ -77,13 +75,13 @@ def test_rewards_are_those_after_a_penalty_in_the_reward():
     step = _step(
         "turn_rloo", "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"
     )
-    for row in step.store.rows.values():
+    for row in step.rows.values():
         row["old_log_probs"] = row["rollout_log_probs"]
         # Each token is 1 more likely than by the reference: 0.1 is taken off its reward.
         row["ref_log_prob"] = row["old_log_probs"] - 1
-    step.store.rows["a_0_0"]["rm_scores"][-1] = 1e19
+    step.rows["a_0_0"]["rm_scores"][-1] = 1e19
     step.run()
-    rewards = [float(row["token_level_rewards"].sum()) for row in step.store.rows.values()]
+    rewards = [float(row["token_level_rewards"].sum()) for row in step.rows.values()]
     actual = step.trainer._weighed.rollouts.rewards.tolist()
     assert actual == pytest.approx([math.nan, *rewards[1:]], nan_ok=True)
     assert rewards[1:] != pytest.approx([talk.outcome for talk in TALKS.values()][1:])
@@ -101,7 +99,7 @@ def test_a_batch_without_a_call_trains(source: str):
             "by the data": column,
         }
         step = Step(method=build("turn_rloo", {"rewards": "mine"}))
-        for row in step.store.rows.values():
+        for row in step.rows.values():
             row.update(fields[source])
         results.append(step.run())
     assert same(*results)
@@ -111,7 +109,7 @@ def test_a_batch_without_a_call_trains(source: str):
 def _session_of_two(step: Step) -> tuple[slice, slice]:
     """The session a_1 in two rows: its first turn, and the other two after its context was compressed. As verl's agent loop
     writes them, both carry the reward of the last one. The places of both in the whole response."""
-    rows = step.store.rows
+    rows = step.rows
     talk = TALKS["a_1_0"]
     # The first reply is in neither row.
     cut, reply = (len(encode(part)) for part in talk.parts[:2])
@@ -132,7 +130,7 @@ def test_several_outputs_of_a_session_are_one_conversation(
 ):
     """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
     step = _step("turn_rloo", rewards="call_rewards")
-    rows = step.store.rows
+    rows = step.rows
     for key, talk in TALKS.items():
         rows[key]["extra_fields"] = {"call_rewards": [[reward] for reward in talk.rewards]}
     # The whole session in one row has the same turns.
@@ -175,7 +173,7 @@ def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int):
     """With the responses of the other tests of a step, which are of one turn."""
     verls = Step(f"algorithm.adv_estimator={base}").run()
     step = Step(method=build(name))
-    for row in step.store.rows.values():
+    for row in step.rows.values():
         row["extra_fields"] = {"turn_scores": [], "tool_rewards": []}
     # MT-GRPO adds 1e-4 to a deviation, verl 1e-6.
     rounding = 1e-3 if name == "mt_grpo" else 1e-6
@@ -194,12 +192,12 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
     step = _step("turn_rloo")
     # Without the reward of its call the second prompt's turns all have the return 1.
     for key in of_b[1:]:
-        step.store.rows[key]["extra_fields"]["tool_rewards"] = [0.0]
+        step.rows[key]["extra_fields"]["tool_rewards"] = [0.0]
     step.run()
     step.trainer._skips = True
     step.update()
     assert step.metrics["token_weights/skipped_responses"] == len(of_b)
-    rows = step.store.rows
+    rows = step.rows
     assert [key for key in rows if not rows[key]["advantages"].any()] == of_b
 
 
@@ -219,7 +217,7 @@ def test_as_many_rewards_as_turns(values: Any, override: str, certain: bool):
     flat = _step("turn_rloo", *[override] * bool(override))
     listed = _step("turn_rloo")
     for step, rewards in ((flat, values), (listed, [[0.5], [-0.25], [values[2]]])):
-        step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
+        step.rows["a_1_0"]["extra_fields"]["tool_rewards"] = rewards
     advantages = flat.run()
     assert same(advantages, listed.run()) == certain == bool(advantages["a_1_0"].any())
     assert (flat.metrics["turn_rloo/non_finite_rate"] == 0) == certain

@@ -4,7 +4,6 @@ what a plain computation says, over losses, aggregations, layouts, ranks and epo
 from functools import cache
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from grail_advantage.verl_ext.settings import ACTOR, Settings
 from tests.composed import verls_on_cpu
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import ranks
+from tests.verl_ext.one_step import Fields
 from tests.verl_ext.ranks import (
     PLAIN_UPDATE,
     TEMPERATURE,
@@ -41,17 +41,16 @@ MINI_BATCHES = (
 """Each response's tokens up to the last one with an advantage."""
 WRITTEN = [0, 1, 2, *range(4, 3 * len(LENGTHS))]
 """Places of the responses that the token dump writes, of which one is left out."""
-Row = dict[str, Any]
 
 
-def _log_probs(model: torch.nn.Module, row: Row) -> torch.Tensor:
+def _log_probs(model: torch.nn.Module, row: Fields) -> torch.Tensor:
     start = len(row["prompts"])
     log_probs_PV = (model(row["input_ids"][None]).logits[0] / TEMPERATURE).log_softmax(-1)
     return log_probs_PV[start - 1 : -1].gather(1, row["responses"][:, None])[:, 0]
 
 
 @cache
-def rows() -> list[Row]:
+def rows() -> list[Fields]:
     """The responses of all mini-batches; old log-probabilities are the policy's, with noise that takes some ratios out of
     their bounds."""
     generator = torch.Generator().manual_seed(0)
@@ -61,7 +60,7 @@ def rows() -> list[Row]:
         return torch.randn(length, generator=generator)
 
     places_R2 = update_places(3 * len(LENGTHS), WRITTEN)
-    batch: list[Row] = []
+    batch: list[Fields] = []
     for (prompt, response), trained in zip(LENGTHS * 3, chain(*MINI_BATCHES), strict=True):
         ids = torch.randint(0, 90, (prompt + response,), generator=generator)
         row = ranks.response(ids[:prompt], ids[prompt:])
@@ -168,7 +167,7 @@ def _receipt(
         columns={name: values_BT[WRITTEN] for name, values_BT in columns.items()},
     )
     advantages_BT = columns["advantages"] * mask_BT
-    part: Any = SimpleNamespace(rollouts=responses, advantages=advantages_BT[WRITTEN])
+    part = SimpleNamespace(rollouts=responses, advantages=advantages_BT[WRITTEN])
     return receipt_of(
         part,
         [steps for steps in by_rank if steps is not None],

@@ -12,7 +12,6 @@ from typing import Any
 import pandas
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -20,10 +19,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grail_advantage import Method, Rollouts
+from grail_advantage import Method
 from grail_advantage.api import PlainHost
 from grail_advantage.dump import DumpRow, read_dump
 from grail_advantage.weigh import weigh
+from tests.core.common import rollouts_of
 
 ROOT = Path(__file__).parents[2]
 STOCK = ["tests.verl_ext.stock_run", "hydra.searchpath=[pkg://verl_cpu]", "+config=cpu"]
@@ -130,16 +130,10 @@ class WholeRun:
 
     def policy(self, step: int) -> Qwen3ForCausalLM:
         """The model before a step: the initial one, or that of the checkpoint before, which must hold it as ``hf_model``."""
-        checkpoint = (
-            self.folder
-            / "checkpoints"
-            / f"global_step_{step - 1}"
-            / "actor"
-            / "huggingface"
-        )
-        return Qwen3ForCausalLM.from_pretrained(
-            checkpoint if step > 1 else self.folder / "model", dtype=torch.float32
-        )
+        folder = self.folder / "model"
+        if step > 1:
+            folder = self.folder / f"checkpoints/global_step_{step - 1}/actor/huggingface"
+        return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def advantages_of_grpo(rows: list[DumpRow]) -> list[float]:
@@ -160,15 +154,14 @@ def plain_weights(
 ) -> list[torch.Tensor]:
     """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
     one process; ``parts``: further ones of the record of responses."""
-    rollouts = Rollouts(
+    rollouts = rollouts_of(
+        [row.token_ids_T for row in rows],
+        [float(max(row.base_advantage_T, key=abs)) for row in rows],
+        [row.mask_T for row in rows],
         prompts=[torch.tensor(row.prompt_ids).long() for row in rows],
-        responses=[torch.tensor(row.token_ids_T).long() for row in rows],
-        mask=pad_sequence([torch.tensor(row.mask_T) for row in rows], batch_first=True),
-        advantages=torch.tensor(
-            [float(max(row.base_advantage_T, key=abs)) for row in rows]
-        ),
         truncated=torch.tensor([row.truncated for row in rows]),
         tokenizer=tokenizer(),
+        known_spans={},
         step=rows[0].step,
         **parts,
     )
