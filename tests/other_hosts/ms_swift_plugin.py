@@ -21,9 +21,7 @@ TokenWeightGRPOTrainer = getattr(importlib.import_module(module), name)
 class Boxed(ORM):
     """1 where the last box holds the answer."""
 
-    def __call__(
-        self, completions: list[str], solution: list[str], **_: Any
-    ) -> list[float]:
+    def __call__(self, completions: list[str], solution: list[str], **_) -> list[float]:
         return [
             float(boxed_answer(text) == answer)
             for text, answer in zip(completions, solution, strict=True)
@@ -50,9 +48,7 @@ class RecordedTrainer(TokenWeightGRPOTrainer):
             ),
         )
 
-    def _compute_loss_and_metrics(
-        self, model: Any, model_inputs: Any, grpo_batch: Any
-    ) -> Any:
+    def _compute_loss_and_metrics(self, model, model_inputs, grpo_batch):
         # Two optimiser steps a rollout
         if self.state.global_step >= 2 * FIRST_FAULT:
             mask = grpo_batch.completion_mask

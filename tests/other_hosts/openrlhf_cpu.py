@@ -20,7 +20,7 @@ import torch
 FIRST_FAULT = 2
 
 
-def stub(name: str, **members: Any):
+def stub(name: str, **members):
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, is_package=True)
     module.__path__ = []  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def patch_process():
     import_module("deepspeed.comm.torch").build_shm_op = nothing
     get_train_ds_config = strategy.get_train_ds_config
 
-    def config(*arguments: Any, **named: Any) -> dict[str, Any]:
+    def config(*arguments, **named) -> dict[str, Any]:
         ds_config = get_train_ds_config(*arguments, **named)
         if "optimizer" in ds_config:
             ds_config["optimizer"]["params"]["torch_adam"] = True
@@ -77,7 +77,7 @@ def patch_process():
     plant_fault(ppo_actor.ActorPPOTrainer)
 
 
-def copy_weights(trainer: Any):
+def copy_weights(trainer):
     """The policy to the engine, in place of ActorPPOTrainer.broadcast_to_vllm."""
     import deepspeed
     import ray
@@ -99,7 +99,7 @@ def record_steps(maker_class: type):
     weigh_experiences = maker_class.compute_advantages_and_returns  # type: ignore[attr-defined]
     parent = maker_class.__bases__[0]
 
-    def recorded(maker: Any, experiences: list[Any]) -> list[Any]:
+    def recorded(maker, experiences: list[Any]) -> list[Any]:
         copied = copy.deepcopy(experiences)
         unweighted = parent.compute_advantages_and_returns(maker, copied)  # type: ignore[attr-defined]
         weighed = weigh_experiences(maker, experiences)
@@ -116,7 +116,7 @@ def record_steps(maker_class: type):
 def plant_fault(trainer_class: type):
     training_step = trainer_class.training_step  # type: ignore[attr-defined]
 
-    def flattened(trainer: Any, experience: Any, *arguments: Any, **named: Any) -> Any:
+    def flattened(trainer, experience, *arguments, **named):
         mask = experience.action_mask
         # Two optimiser steps a rollout
         if trainer.actor.model.global_steps >= 2 * FIRST_FAULT:
@@ -132,7 +132,7 @@ def plant_fault(trainer_class: type):
 class Engine:
     """What OpenRLHF asks of its ``RolloutRayActor`` (vllm_engine.py:35), with its own executor and reward function."""
 
-    def __init__(self, model: str, seed: int, remote_rm_url: list[str], **_: Any):
+    def __init__(self, model: str, seed: int, remote_rm_url: list[str], **_):
         from openrlhf.utils.agent import SingleTurnAgentExecutor
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -153,7 +153,7 @@ class Engine:
         return 0
 
     async def generate(
-        self, prompt_ids: list[int], sampling: Any, multi_modal_data: Any = None
+        self, prompt_ids: list[int], sampling, multi_modal_data=None
     ) -> SimpleNamespace:
         ids = torch.tensor([prompt_ids])
         with torch.no_grad():
@@ -171,7 +171,7 @@ class Engine:
         return SimpleNamespace(outputs=[output])
 
     async def generate_responses(
-        self, *, max_length: int, num_samples: int, images: Any, **named: Any
+        self, *, max_length: int, num_samples: int, images, **named
     ) -> list[Any]:
         named["max_length"] = max_length
         named["llm_engine"] = self
@@ -179,7 +179,7 @@ class Engine:
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[str], **_: Any
+    queries: list[str], prompts: list[str], labels: list[str], **_
 ) -> dict[str, Any]:
     """1 where the last box holds the answer; OpenRLHF loads it from this file."""
     from verl_cpu.tiny.task import boxed_answer

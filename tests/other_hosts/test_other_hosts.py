@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -122,7 +121,7 @@ def check_receipts(folder: Path, tokens: Sequence[int]):
 
 
 def check_advantages(
-    policy: Any,
+    policy,
     rows: tuple[Tensor, Tensor, Tensor],
     base: Tensor,
     truncated: Tensor,
@@ -144,7 +143,7 @@ def check_advantages(
     return float((advantages - torch.where(rows[2].bool(), base[:, None], 0.0)).abs().max())
 
 
-def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | None) -> Any:
+def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | None):
     policy = AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=dtype, attn_implementation="sdpa"
     )
@@ -211,7 +210,7 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int):
         state = torch.load(folder / f"policy_{step}.pt") if step else None
         policy = load_policy(folder, torch.bfloat16, state)
 
-        def rows_of(name: str, shift: int = 0, recorded: Any = recorded) -> Tensor:
+        def rows_of(name: str, shift: int = 0, recorded=recorded) -> Tensor:
             """(B, L); OpenRLHF's action a is token a + 1."""
             return pad_sequence(
                 [pad(row, (shift, 0)) for inputs, _ in recorded for row in inputs[name]],

@@ -55,7 +55,7 @@ ADAPTER = LoraConfig(
 assert_close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
 
 
-def stock_and_uniform(folder: Path, **settings: Any) -> list[Tensor]:
+def stock_and_uniform(folder: Path, **settings) -> list[Tensor]:
     """The parameters after a training by TRL's trainer, and by the uniform method."""
     ends = []
     for kind, weights in ((GRPOTrainer, {}), (TokenWeightGRPOTrainer, WHOLE)):
@@ -94,7 +94,7 @@ ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.5, -0.5, 0.5, -0.5]
 
 
 def plain_weights(
-    method: Method, model: Any = None, prompt: str = "{}", **options: Any
+    method: Method, model=None, prompt: str = "{}", **options
 ) -> tuple[TokenWeights, Tensor]:
     """The script's responses by :func:`compute_token_weights`, on other padding than TRL's; their token advantages. One
     that is cut off is masked."""
@@ -243,7 +243,7 @@ def test_the_update_is_the_same_without_zero_advantage_responses(
     assert torch.equal(*states)
 
 
-def mixing() -> Any:
+def mixing():
     """Each response also gets some of the others."""
     model = new_model()
     model.model.layers[1].register_forward_hook(
@@ -498,7 +498,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Argumen
         tmp_path_factory.mktemp("rules"), loss_type="dr_grpo", scale_rewards="group"
     )
 
-    def changed(**example: Any) -> Arguments:
+    def changed(**example) -> Arguments:
         method = parse_method(example.get("token_weights", "grail"))
         args = copy(trainer.args)
         # A copy, as the examples share the trainer.

@@ -213,7 +213,7 @@ def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path):
     trainer = build(tmp_path, token_dump=tmp_path / "tokens", max_steps=2)
     compute = trainer._compute_loss
 
-    def loss(*arguments: Any) -> Tensor:
+    def loss(*arguments) -> Tensor:
         # In the second step, before its backward.
         if trainer.state.global_step:
             raise KeyboardInterrupt
@@ -230,7 +230,7 @@ def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path):
 
 
 def received(
-    folder: Path, kind: Any = TokenWeightGRPOTrainer, reads: bool = True, **options: Any
+    folder: Path, kind=TokenWeightGRPOTrainer, reads: bool = True, **options
 ) -> Tensor:
     """The parameters after 4 updates by a generation batch that is used twice, or as many steps as the options say."""
     dump = {"folder": folder, "received": reads}
@@ -295,7 +295,7 @@ def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path):
 
 
 class Doubling(TokenWeightGRPOTrainer):
-    def _compute_loss(self, *arguments: Any) -> Tensor:
+    def _compute_loss(self, *arguments) -> Tensor:
         return 2 * super()._compute_loss(*arguments)
 
 
@@ -319,7 +319,7 @@ def test_an_error_in_the_receipt_stops_nothing(
     correct = getattr(dump_module, place)
     failed = []
 
-    def fails_once(*arguments: Any) -> Any:
+    def fails_once(*arguments):
         if not failed:
             failed.append(arguments)
             raise RuntimeError("broken")

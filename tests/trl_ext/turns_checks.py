@@ -24,7 +24,7 @@ ENVIRONMENT = {"token_weights": "turn_rloo", "environment_factory": Guess}
 class Watched(TokenWeightGRPOTrainer):
     """Keeps what the loss is given."""
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
         self.__dict__.setdefault("seen", []).append(dict(inputs))
         return super()._compute_loss(model, inputs)
 
@@ -47,9 +47,7 @@ def by_turn(mask_T: np.ndarray, advantages: Sequence[float]) -> np.ndarray:
     return values_T
 
 
-def assert_turns(
-    ids: Any, mask: Any, values: Any, advantages: dict[str, list[float]]
-) -> Script:
+def assert_turns(ids, mask, values, advantages: dict[str, list[float]]) -> Script:
     """That the turns of a response are the script's, and each has its advantage."""
     ids, mask, values = (np.array(part) for part in (ids, mask, values))
     script = world.script_of(ids[: len(mask)].tolist(), RESPONSES)
@@ -130,7 +128,7 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path):
     environment that keeps its list counts from its length."""
 
     class Rewarding(Guess):
-        def reset(self, number: int, **row: Any) -> None:
+        def reset(self, number: int, **row) -> None:
             # A list that grows over the episodes.
             rewards = getattr(self, "tool_rewards", [])
             super().reset(number)
@@ -203,7 +201,7 @@ def test_fields_that_are_refused(tmp_path: Path):
     """Nowhere, and not one value a response."""
 
     # Two values a response.
-    def twice(**named: Any) -> list[float]:
+    def twice(**named) -> list[float]:
         return judge(**named) and judge(**named)
 
     for name, reward in (("elsewhere", judge), ("tool_rewards", twice)):

@@ -39,7 +39,7 @@ MICRO = {
     "steps_per_generation": 4,
 }
 """A generation batch of 8 responses in four micro-batches, for two updates."""
-OF_PAGE: dict[str, Any] = {}
+OF_PAGE = {}
 for _name in ("guess.py", "judge.py"):
     exec(documentation.files("trl.md")[_name], OF_PAGE)
 Guess = OF_PAGE["Guess"]
@@ -79,7 +79,7 @@ class Script(NamedTuple):
         return [[*tokenizer().encode(turn), *[END_ID] * self.ends] for turn in self.turns]
 
 
-def _script(turns: list[str | list[Any]], **options: Any) -> Script:
+def _script(turns: list[str | list[Any]], **options) -> Script:
     """A turn that is a list of values guesses these, in parallel."""
     call = '<tool_call>\n{{"name": "guess", "arguments": {{"value": {}}}}}\n</tool_call>'.format
     texts = [
@@ -132,18 +132,18 @@ if trl_utils._ChunkedLogProbFunction is None:
     trl_utils._ChunkedLogProbFunction = PlainLogProbs
 
 
-def new_model(**options: Any) -> Any:
+def new_model(**options):
     """Always the same."""
     return tiny_model(
         vocab_size=len(PIECES), **{"max_position_embeddings": 4096, **options}
     )
 
 
-def speaks(model: Any, scripts: Scripts) -> Any:
+def speaks(model, scripts: Scripts):
     """The model, which says what is written down for the conversation so far: the k-th response to a prompt is the k-th
     of its scripts."""
 
-    def generate(input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+    def generate(input_ids: Tensor, attention_mask: Tensor, **_) -> Tensor:
         seen = Counter()
         responses = []
         for ids_P, mask_P in zip(
@@ -190,7 +190,7 @@ def outcomes(scripts: Scripts = TALKS) -> Callable[..., list[float]]:
     ]
 
 
-def chats(*texts: str, **columns: Any) -> Dataset:
+def chats(*texts: str, **columns) -> Dataset:
     """With a value for every row in each column."""
     return Dataset.from_list(
         [{"prompt": [{"role": "user", "content": text}], **columns} for text in texts]
@@ -199,12 +199,12 @@ def chats(*texts: str, **columns: Any) -> Dataset:
 
 def build(
     folder: Path,
-    kind: Any = TokenWeightGRPOTrainer,
+    kind=TokenWeightGRPOTrainer,
     /,
     scripts: Scripts = TEXTS,
-    model: Any = None,
-    **options: Any,
-) -> Any:
+    model=None,
+    **options,
+):
     """A trainer in training mode, between two steps; ``options`` are TRL's settings and arguments of the trainer. The
     process forgets the precision of the one before."""
     AcceleratorState._reset_state()
@@ -224,7 +224,7 @@ def build(
     return trainer
 
 
-def trained(*arguments: Any, **options: Any) -> Any:
+def trained(*arguments, **options):
     """:func:`build`, after its training."""
     trainer = build(*arguments, **options)
     trainer.train()
@@ -253,7 +253,7 @@ def generation_batch(trainer: GRPOTrainer) -> dict[str, Tensor]:
     )
 
 
-def parameters(model: Any) -> Tensor:
+def parameters(model) -> Tensor:
     """All of a model's, flat."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 

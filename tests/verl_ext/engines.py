@@ -64,7 +64,7 @@ class Sizes:
     rows: int | None = None
     budget: int | None = None
 
-    def set(self, engine: Any) -> None:
+    def set(self, engine) -> None:
         """Let an engine work with them."""
         config = engine.engine_config
         config.use_dynamic_bsz = self.budget is not None
@@ -72,7 +72,7 @@ class Sizes:
         config.micro_batch_size_per_gpu = config.infer_micro_batch_size_per_gpu = self.rows
 
 
-def build_engine(setup: Setup, folder: Path) -> Any:
+def build_engine(setup: Setup, folder: Path):
     """verl's engine, built as its ``TrainingWorker`` does."""
     if setup.attention == REFERENCE:
         # Where verl's Ulysses wrapper calls flash attention, which has no CPU build.
@@ -129,7 +129,7 @@ def attend(
     *,
     position_ids: torch.Tensor | None = None,
     softmax_scale: float,
-    **_: Any,
+    **_,
 ) -> torch.Tensor:
     """Variable-length causal attention over packed rows, which begin where the position is 0; tensors (1, S, heads, dim).
     Without positions all is one row, as in flash attention."""
@@ -149,9 +149,7 @@ def attend(
     return output.transpose(1, 2)
 
 
-def batch_of(
-    rows: Sequence[dict[str, Any]], without: Collection[str] = (), **settings: Any
-) -> Any:
+def batch_of(rows: Sequence[dict[str, Any]], without: Collection[str] = (), **settings):
     """Responses as verl's workers get them."""
     rows = [{name: row[name] for name in row if name not in without} for row in rows]
     # Fields of different lengths become nested; the places, two numbers each, are stacked.
@@ -161,7 +159,7 @@ def batch_of(
 
 
 def own_pass(
-    engine: Any, rows: list[Any], signal: Any, sizes: Sizes, temperature: float = 1.0
+    engine, rows: list[Any], signal, sizes: Sizes, temperature: float = 1.0
 ) -> list[RowScores]:
     """A signal's pass of its own over this rank's prepared responses, by the worker's code."""
     sizes.set(engine)
@@ -174,19 +172,19 @@ def local(values: torch.Tensor) -> torch.Tensor:
     return values.to_local() if hasattr(values, "to_local") else values
 
 
-def shards(engine: Any) -> list[torch.Tensor]:
+def shards(engine) -> list[torch.Tensor]:
     """This rank's share of every parameter."""
     return [local(parameter).detach().clone() for parameter in engine.module.parameters()]
 
 
 @contextmanager
-def whole_blocks(engine: Any) -> Iterator[list[int]]:
+def whole_blocks(engine) -> Iterator[list[int]]:
     """How many of FSDP2's blocks are in memory as a whole each time that a backward comes to one, and at the end."""
     blocks = [block for block in engine.module.modules() if hasattr(block, "self_attn")]
     groups = [
         group for block in blocks for group in block._get_fsdp_state()._fsdp_param_groups
     ]
-    held: list[int] = []
+    held = []
 
     def count(_gradient: torch.Tensor | None = None) -> None:
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
@@ -209,7 +207,7 @@ def whole_blocks(engine: Any) -> Iterator[list[int]]:
     count()
 
 
-def training_worker(engine: Any) -> Any:
+def training_worker(engine):
     """verl's training worker around an engine, without the process set-up of its constructor."""
     # The constructor would join a process group and build an engine of its own.
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)

@@ -73,9 +73,7 @@ ONE_MINI_BATCH = (
 )
 
 
-def row_of(
-    prompt: str, parts: str | Sequence[str], reward: float, **columns: Any
-) -> Fields:
+def row_of(prompt: str, parts: str | Sequence[str], reward: float, **columns) -> Fields:
     """A response as verl's agent loop stores it; a tool wrote every second of several parts."""
     ids = [encode(part) for part in ([parts] if isinstance(parts, str) else parts)]
     response_T = torch.tensor([token for part in ids for token in part])
@@ -109,7 +107,7 @@ class Store:
 
     def __init__(self, rows: Rows) -> None:
         self.rows = {key: {"uid": key.split("_")[0], **row} for key, row in rows.items()}
-        self.fetched: Counter[str] = Counter()
+        self.fetched = Counter()
         self.calls = 0
 
     def kv_batch_get(
@@ -179,13 +177,13 @@ class Workers:
     """Whether what the reader of an update needs comes with the responses."""
     micro_batch = 2
 
-    def __init__(self, store: Store, config: Any) -> None:
+    def __init__(self, store: Store, config) -> None:
         self._dispatch_info = {"actor": [0]}
         self.store = store
         self.config = config
         self.reader = UpdateReader()
-        self.own: list[torch.Tensor] = []
-        self.updates: list[KVBatchMeta] = []
+        self.own = []
+        self.updates = []
         self.forwards = 0
 
     def log_probs(self, place: int, row: Fields) -> torch.Tensor:
@@ -218,7 +216,7 @@ class Workers:
             scores.append(RowScores(scores_T, values_S[row.start - 1 :]))
         return build_reply(scores)
 
-    def update_actor(self, batch: KVBatchMeta) -> Any:
+    def update_actor(self, batch: KVBatchMeta):
         self.updates.append(batch)
         names = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
         names += [PLACES] * self.reads
@@ -236,19 +234,19 @@ class Workers:
         metrics = {"actor/mfu": [0.0], "loss": [0.5]}
         return tu.get_tensordict({}, non_tensor_dict={"metrics": metrics})
 
-    def training_worker(self) -> Any:
+    def training_worker(self):
         self.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = self.micro_batch
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         engine = SimpleNamespace(scaler=self.scaler, compute_entropy_from_logits=None)
         return SimpleNamespace(engine=engine, loss_fn=partial(ppo_loss, actor))
 
-    def optimise(self, worker: Any, data: TensorDict, places: list[int]) -> None:
+    def optimise(self, worker, data: TensorDict, places: list[int]) -> None:
         """An optimiser step, watched where the batch asks for it."""
         watched = self.reader.optimiser_step(worker, data, places)
         with watched if WATCHED in data else nullcontext():
             self.step(worker, data)
 
-    def step(self, worker: Any, data: TensorDict) -> None:
+    def step(self, worker, data: TensorDict) -> None:
         scale = (
             self.fault if self.scaler is None else float(self.scaler.scale(torch.ones(())))
         )
@@ -282,7 +280,7 @@ class Step:
         *overrides: str,
         method: Method | None = None,
         rows: Rows | None = None,
-        workers: Any = Workers,
+        workers=Workers,
         folder: Path | None = None,
         mode: str = "sync",
         cls: type | None = None,

@@ -271,7 +271,7 @@ ADAPTERS = {
 
 def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     """Write the models that the ranks load, and return them."""
-    models: dict[str, PreTrainedModel] = {}
+    models = {}
     for name, options in MODELS.items():
         models[name] = tiny_model(**options)
         models[name].save_pretrained(folder / name)
@@ -341,7 +341,7 @@ def modes_of(loss: tuple[str, str]) -> list[str]:
     return ["watched", *modes] if loss == PLAIN_UPDATE else modes
 
 
-def response(prompt_P: torch.Tensor, response_T: torch.Tensor, **columns: Any) -> Fields:
+def response(prompt_P: torch.Tensor, response_T: torch.Tensor, **columns) -> Fields:
     """A response with the fields of verl's update; those of the loss are 1 where ``columns`` has none."""
     tokens = torch.cat([prompt_P, response_T])
     row = {"prompts": prompt_P, "responses": response_T, "input_ids": tokens}
@@ -353,12 +353,12 @@ def response(prompt_P: torch.Tensor, response_T: torch.Tensor, **columns: Any) -
 
 
 def update(
-    worker: Any,
+    worker,
     rows: list[Fields],
     size: int,
     mode: str = "",
     epochs: int = 1,
-    **loss: Any,
+    **loss,
 ) -> dict[str, Any]:
     """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names
     what else is asked for."""
@@ -391,7 +391,7 @@ def update(
         lambda _module, args, _output: positions.append(args[0].numel())
     )
 
-    def step() -> Any:
+    def step():
         # A parameter that another rank holds as a whole has no gradient here.
         held = [p.grad for p in engine.module.parameters() if p.grad is not None]
         gradients.append([local(gradient).clone() for gradient in held])
@@ -413,7 +413,7 @@ def update(
     }
 
 
-def verls_forward(worker: Any, rows: list[Fields]) -> dict[str, list[torch.Tensor]]:
+def verls_forward(worker, rows: list[Fields]) -> dict[str, list[torch.Tensor]]:
     """Old log-probabilities and entropies of responses as verl's trainer gets them, by a forward of their own."""
     settings = {"calculate_entropy": True, "compute_loss": False}
     batch = batch_of(rows, temperature=TEMPERATURE, **settings)
@@ -438,12 +438,12 @@ class Rank:
     world_size: int
     folder: Path
 
-    def _own(self, engine: Any, name: str, setup: Setup) -> list[RowScores]:
+    def _own(self, engine, name: str, setup: Setup) -> list[RowScores]:
         signal, temperature, sizes = OWN[name]
         rows = pass_rows(name, self.rank // setup.sequence_parallel, setup.data_parallel)
         return own_pass(engine, rows, signal, sizes, temperature)
 
-    def _step(self, engine: Any, setup: Setup) -> float | None:
+    def _step(self, engine, setup: Setup) -> float | None:
         """An optimiser step in two micro-batches. Its gradient norm, where verl gives it out."""
         share = BATCH[self.rank // setup.sequence_parallel :: setup.data_parallel]
         texts = [(encode(rollout.prompt), encode(rollout.response)) for rollout in share]
@@ -486,7 +486,7 @@ class Rank:
         """Whether a kind of model's responses are alone in an update, and its passes, none where they are refused."""
         setup = FAMILIES[name]
         engine = build_engine(setup, self.folder)
-        passes: dict[str, Any] = {}
+        passes = {}
         with contextlib.suppress(ValueError):
             for pass_name in ("saliency, robust", "saliency, middle"):
                 passes[pass_name] = self._own(engine, pass_name, setup)
@@ -608,7 +608,7 @@ class Updates:
 class AllRows(TokenWeightDetachActorWorker):
     """A rank's worker as a worker group whose every rank has all responses, without verl's set-up of a process."""
 
-    def __init__(self, engine: Any, strategy: str) -> None:
+    def __init__(self, engine, strategy: str) -> None:
         self._dispatch_info = {"actor": [0]}
         self._strategy_handlers = None
         self.config = SimpleNamespace(actor=SimpleNamespace(strategy=strategy))
@@ -638,7 +638,7 @@ def main(part: str, rank: int, world_size: int, folder: Path) -> None:
         timeout=TIMEOUT,
     )
     experiments = Rank(rank, world_size, folder)
-    results: Results = {}
+    results = {}
     for kind, names in PARTS[part].items():
         results[kind] = {}
         for name in names:

@@ -5,7 +5,6 @@ import asyncio
 import shlex
 from itertools import chain
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ CASES = {
 }
 
 
-def output_of(texts: list[str], **how: Any) -> AgentLoopOutput:
+def output_of(texts: list[str], **how) -> AgentLoopOutput:
     """What verl's loop, or another one, makes of a model that writes these turns."""
     return run_loop(build_agent_tokenizer(), texts, **how)[0]
 
@@ -73,7 +72,7 @@ def test_calls_that_end_in_another_order_and_tools_without_a_reward(
     rewards = [0.25, None, -1.0]
     inner = ToolAgentLoop._call_tool
 
-    async def late(self: ToolAgentLoop, *args: Any) -> Any:
+    async def late(self: ToolAgentLoop, *args):
         reward = rewards.pop(0)
         response, _, rest = await inner(self, *args)
         await asyncio.sleep(0.05 * len(rewards))

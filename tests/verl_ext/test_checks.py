@@ -5,7 +5,6 @@ That every rule of the tables refuses its example is in ``tests/test_rules.py``.
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -218,7 +217,7 @@ def test_yaml_names_every_option_with_its_default():
 
 
 def test_options_come_from_the_methods_section():
-    def parsed(name: str, **sections: Any) -> Method | None:
+    def parsed(name: str, **sections) -> Method | None:
         algorithm = {"adv_estimator": name, **sections}
         return Settings.parse(OmegaConf.create({"algorithm": algorithm})).method
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -244,7 +243,7 @@ def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
 def test_a_base_whose_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch):
     """An estimator of one's own: those of verl that do are refused at the start."""
 
-    def by_token(token_level_rewards: torch.Tensor, **_: Any) -> Any:
+    def by_token(token_level_rewards: torch.Tensor, **_):
         return token_level_rewards, token_level_rewards
 
     monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "by_token", by_token)
@@ -285,7 +284,7 @@ class TestStart:
         with pytest.raises(ValueError, match="tokenizer"):
             self._trainer(folder)._init_tokenizer()
 
-    def _trainer(self, folder: Path, *overrides: str) -> Any:
+    def _trainer(self, folder: Path, *overrides: str):
         model = LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64)
         model.save_pretrained(folder)
         attention = f"++{MODEL}.override_config.attn_implementation=sdpa"
@@ -297,7 +296,7 @@ class TestStart:
     def test_workers_of_other_engines_are_verls_own(
         self, strategy: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
     ):
-        def init_resource_pool_mgr(self: Any) -> None:
+        def init_resource_pool_mgr(self) -> None:
             self.role_worker_mapping = {Role.ActorRollout: ActorRolloutRefWorker}
 
         monkeypatch.setattr(
@@ -352,7 +351,7 @@ def test_what_is_truncated(case: str):
 
 def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none():
     """Of two ranks: the first gets the responses 0 and 2, the other one response 1 and a copy."""
-    requests: list[Row] = []
+    requests = []
 
     def score(request: TensorDict) -> TensorDict:
         requests.extend(rows_of(request))

@@ -42,12 +42,12 @@ class OneForward(Workers):
     def log_probs(self, place: int, row: Fields) -> torch.Tensor:
         return log_probs_of(row["prompts"], row["responses"])
 
-    def update_actor(self, batch: KVBatchMeta) -> Any:
+    def update_actor(self, batch: KVBatchMeta):
         self.own_forward = OwnForward()
         self.had_old_log_probs = "old_log_probs" in self.store.rows[batch.keys[0]]
         return super().update_actor(batch)
 
-    def optimise(self, worker: Any, data: TensorDict, places: list[int]) -> None:
+    def optimise(self, worker, data: TensorDict, places: list[int]) -> None:
         of_update = self.own_forward.of_update(worker, data)
         with of_update if REUSE in data else nullcontext():
             super().optimise(worker, data, places)
@@ -61,7 +61,7 @@ class OneForward(Workers):
         return [self.own_forward.columns, None]
 
 
-def steps_of(folder: Path, *overrides: str, **how: Any) -> list[Step]:
+def steps_of(folder: Path, *overrides: str, **how) -> list[Step]:
     """The same step with verl's forward, and without it."""
     steps = []
     for reuses in (False, True):
@@ -141,7 +141,7 @@ def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path):
 
 def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path):
     """Their policy has moved on; the step's first update leaves its policy for them."""
-    saved: list[int] = []
+    saved = []
     _, step = steps_of(tmp_path, mode="separate_async")
     step.trainer.parameter_sync_step = 2
     for name in ("save_model_to_cpu", "restore_model_from_cpu", "clear_cpu_model"):

@@ -65,7 +65,7 @@ def models(folder: Path) -> dict[str, PreTrainedModel]:
 
 
 @pytest.fixture(scope="module")
-def measured(folder: Path, models: dict[str, PreTrainedModel]) -> Any:
+def measured(folder: Path, models: dict[str, PreTrainedModel]):
     """What so many ranks measured, each; they start when they are asked for first."""
     return cache(lambda size: start_ranks(str(size), folder, size))
 
@@ -73,7 +73,7 @@ def measured(folder: Path, models: dict[str, PreTrainedModel]) -> Any:
 @pytest.mark.parametrize("name", SETUPS)
 class TestEverySetup:
     def test_passes_give_the_plain_models_scores(
-        self, measured: Any, models: dict[str, PreTrainedModel], name: str
+        self, measured, models: dict[str, PreTrainedModel], name: str
     ):
         setup = SETUPS[name]
         for rank, result in enumerate(measured(setup.ranks)):
@@ -83,7 +83,7 @@ class TestEverySetup:
                 check(models[setup.adapter or setup.model], setup, pass_name, rank, values)
 
     def test_they_leave_nothing_that_the_next_optimiser_steps_see(
-        self, measured: Any, name: str
+        self, measured, name: str
     ):
         """Bit for bit, as the same kernels run in the same order, dropout and all; so is what an adapter is merged to."""
         results = [result["passes"][name] for result in measured(SETUPS[name].ranks)]
@@ -126,7 +126,7 @@ def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(
         check(models[setup.model], setup, pass_name, 0, values)
 
 
-def test_whole_blocks_are_as_few_as_in_training(measured: Any):
+def test_whole_blocks_are_as_few_as_in_training(measured):
     for result in [result["held"]["fsdp2"] for result in measured(2)]:
         limit = max(result["training"])
         # Training does not hold the whole model, which has four blocks.
@@ -135,9 +135,7 @@ def test_whole_blocks_are_as_few_as_in_training(measured: Any):
 
 
 @pytest.mark.parametrize("strategy", ranks.PLAIN)
-def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(
-    measured: Any, strategy: str
-):
+def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured, strategy: str):
     """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not. Bypass
     takes the policy as it is. The policy is put back, after an error too, and nothing is kept."""
     for result in [result["later_update"][strategy] for result in measured(2)]:

@@ -51,11 +51,11 @@ class OlderWorkers(Workers):
         self.updated += 1
         return tu.get_tensordict({}, non_tensor_dict={"metrics": {"mfu": [0.0]}})
 
-    def save_checkpoint(self, path: str, *_: Any, **__: Any) -> None:
+    def save_checkpoint(self, path: str, *_, **__) -> None:
         Path(path).mkdir(parents=True)
         torch.save(self.updated, Path(path) / "policy.pt")
 
-    def load_checkpoint(self, path: str, **_: Any) -> None:
+    def load_checkpoint(self, path: str, **_) -> None:
         self.updated = torch.load(Path(path) / "policy.pt")
 
 

@@ -20,7 +20,6 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -46,18 +45,18 @@ def is_foreign(module: str | None) -> bool:
     return (module or "").split(".")[0] in PACKAGES
 
 
-def _unwrapped(value: Any) -> Any:
+def _unwrapped(value):
     """What a Ray actor class was made of."""
     return getattr(getattr(value, "__ray_metadata__", None), "modified_class", value)
 
 
-def _place(value: Any) -> str:
+def _place(value) -> str:
     """Where it is defined, for a name that another module re-exports."""
     value = _unwrapped(value)
     return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def describe(value: Any) -> str:
+def describe(value) -> str:
     """What an entry says of an object."""
     if inspect.isclass(value):
         return f"{_place(value)} of {', '.join(map(_place, value.__bases__))}"
@@ -71,14 +70,14 @@ def describe(value: Any) -> str:
     return f"{_place(plain)} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 
-def _named(module: str, name: str) -> Any:
+def _named(module: str, name: str):
     names = getattr(importlib.import_module(module), name, None)
     return importlib.import_module(f"{module}.{name}") if names is None else names
 
 
 def _imported(house: str) -> dict[str, str]:
     """Names from imports, and attributes of imported modules."""
-    entries: dict[str, str] = {}
+    entries = {}
     for path in sorted(Path(importlib.import_module(house).__file__).parent.rglob("*.py")):
         if OTHER_ENVIRONMENT in path.parents:
             continue
@@ -119,7 +118,7 @@ def _imported(house: str) -> dict[str, str]:
 
 def _overridden(house: str) -> dict[str, str]:
     """Methods of theirs that the classes of a package, or classes of ours that these build on, have too."""
-    entries: dict[str, str] = {}
+    entries = {}
     package = HOUSES[house]
     for info in pkgutil.walk_packages(
         importlib.import_module(package).__path__, f"{package}."

@@ -85,7 +85,7 @@ LABELS = [
 
 @pytest.mark.parametrize(("field", "extra", "turns_before", "turns", "expected"), LABELS)
 def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(
-    field: str | None, extra: Any, turns_before: int, turns: int, expected: list[Any] | None
+    field: str | None, extra, turns_before: int, turns: int, expected: list[Any] | None
 ):
     method = build("grail") if field is None else build("turn_rloo", {"rewards": field})
     label = turn_rewards_label(extra, method, turns_before, turns)

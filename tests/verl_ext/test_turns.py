@@ -3,7 +3,7 @@ advantages for responses of one turn. Rewards of verl's agent loop are in ``test
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ TALKS = {
 """The second prompt's responses have one outcome: GRPO gives them nothing."""
 
 
-def _step(name: str, *overrides: str, **options: Any) -> Step:
+def _step(name: str, *overrides: str, **options) -> Step:
     rows = {}
     for key, talk in TALKS.items():
         extra = {"turn_scores": [], "tool_rewards": list(talk.rewards)}
@@ -90,7 +90,7 @@ def test_rewards_are_those_after_a_penalty_in_the_reward():
 @pytest.mark.parametrize("source", ["by the reward function", "by the loop", "by the data"])
 def test_a_batch_without_a_call_trains(source: str):
     """``None`` is a response's value, also where no other response has more."""
-    results: list[Advantages] = []
+    results = []
     for rewards in ([], None):
         column = {"mine": rewards}
         fields = {
@@ -212,7 +212,7 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
         ([0.5, -0.25, 2.0], f"{PARALLEL_CALLS}=2", False),
     ],
 )
-def test_as_many_rewards_as_turns(values: Any, override: str, certain: bool):
+def test_as_many_rewards_as_turns(values, override: str, certain: bool):
     """One each with verl's own loop and one call a turn, the last without an answer."""
     flat = _step("turn_rloo", *[override] * bool(override))
     listed = _step("turn_rloo")

@@ -60,7 +60,7 @@ def rows() -> list[Fields]:
         return torch.randn(length, generator=generator)
 
     places_R2 = update_places(3 * len(LENGTHS), WRITTEN)
-    batch: list[Fields] = []
+    batch = []
     for (prompt, response), trained in zip(LENGTHS * 3, chain(*MINI_BATCHES), strict=True):
         ids = torch.randint(0, 90, (prompt + response,), generator=generator)
         row = ranks.response(ids[:prompt], ids[prompt:])

@@ -24,7 +24,7 @@ LENGTHS = ((3, 4), (2, 3), (4, 5), (1, 2))
 GROUP = object()
 
 
-def mini_batch(advantages: Sequence[Sequence[float]], **settings: Any) -> Any:
+def mini_batch(advantages: Sequence[Sequence[float]], **settings):
     """Responses with tokens 200, 201, ... after prompts of 100, 101, ...; the last token of the last response is a tool's."""
     rows = []
     for number, (prompt, count) in enumerate(LENGTHS):
@@ -42,9 +42,9 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[
     """The responses that are left on this rank, of two; and the lengths that it tells the other one."""
 
     def run(
-        data: Any, other_rank: list[int], *, dynamic: bool = False, rows: int = 4
+        data, other_rank: list[int], *, dynamic: bool = False, rows: int = 4
     ) -> tuple[Any, list[int]]:
-        sent: list[int] = []
+        sent = []
 
         def all_gather_object(gathered: list, lengths: list[int], group: object) -> None:
             assert group is GROUP and len(gathered) == 2
@@ -62,14 +62,14 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[
     return run
 
 
-def lists(batch: Any, name: str) -> list[list]:
+def lists(batch, name: str) -> list[list]:
     return [values.tolist() for values in batch[name].unbind()]
 
 
 ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0, 5.0]]
 
 
-def test_rows_and_fillers(leave_out: Any):
+def test_rows_and_fillers(leave_out):
     """Responses 0 and 2 train: the advantage of response 3 is a tool's.
     The other rank has five: micro-batches of at most four become two of three, so four fillers."""
     batch, sent = leave_out(mini_batch(ADVANTAGES), [10, 11, 12, 13, 14])
@@ -107,14 +107,14 @@ def test_rows_and_fillers(leave_out: Any):
     ],
 )
 def test_a_token_budget_needs_no_even_micro_batches(
-    settings: dict[str, Any], dynamic: bool, count: int, size: int | None, leave_out: Any
+    settings: dict[str, Any], dynamic: bool, count: int, size: int | None, leave_out
 ):
     """The batch's own settings count before the engine's."""
     batch, _ = leave_out(mini_batch(ADVANTAGES, **settings), [7, 7, 7], dynamic=dynamic)
     assert len(batch) == count and tu.get(batch, "micro_batch_size_per_gpu") == size
 
 
-def test_a_mini_batch_whose_every_token_trains_stays(leave_out: Any):
+def test_a_mini_batch_whose_every_token_trains_stays(leave_out):
     data = mini_batch([[1.0] * count for _, count in LENGTHS])
     batch, sent = leave_out(data, [9], rows=3)
     assert sent == [7, 5, 9, 3] and lists(batch, "input_ids") == lists(data, "input_ids")

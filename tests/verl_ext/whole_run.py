@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas
 import torch
@@ -150,7 +149,7 @@ def plain_weights(
     rows: list[DumpRow],
     signal: Method,
     temperature: float = 1.0,
-    **parts: Any,
+    **parts,
 ) -> list[torch.Tensor]:
     """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
     one process; ``parts``: further ones of the record of responses."""
@@ -172,7 +171,7 @@ def plain_weights(
     return [values_T[: len(row)] for values_T, row in zip(values_BT, rows, strict=True)]
 
 
-def run(folder: Path, overrides: list[str], **settings: Any) -> WholeRun:
+def run(folder: Path, overrides: list[str], **settings) -> WholeRun:
     """Train in ``folder``, see :func:`start`; the run must succeed."""
     done = start(folder, overrides, **settings)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
