@@ -68,7 +68,7 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def _loggers_speak(caplog: pytest.LogCaptureFixture) -> None:
+def _loggers_speak(caplog: pytest.LogCaptureFixture):
     """Whatever a test before has configured of logging: libraries set levels, and disable loggers that are there already."""
     logging.disable(logging.NOTSET)
     caplog.set_level(logging.WARNING)

@@ -135,7 +135,7 @@ class TestWriting:
             with pytest.raises((ValueError, KeyError)):
                 write_step(tmp_path, HEADER, refused)
 
-        def full(file: int) -> None:
+        def full(file: int):
             raise OSError
 
         monkeypatch.setattr(dump_module.os, "fsync", full)

@@ -54,7 +54,7 @@ def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
 ):
     """Whatever a killed run, or an earlier version, left as its lock."""
 
-    def flock(*_) -> None:
+    def flock(*_):
         raise OSError(number, "no flock here")
 
     monkeypatch.setattr(fcntl, "flock", flock)

@@ -201,7 +201,7 @@ def option_of(overrides: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     if "cpu_trainer" in request.node.name:
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
 

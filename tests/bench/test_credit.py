@@ -257,21 +257,22 @@ def planted_lines(path: Path, samples: int, flat: bool = False) -> Path:
         }
         # Of four responses to a problem the last is correct: advantages -0.25 and 0.75.
         reward = float(number % 4 == 3)
-        record = {
-            "prompt": f"sum {number // 4}",
-            "group": str(number // 4),
-            "reward": reward,
-            "response": list(chain(*pieces)),
-            "says": says,
-            "values": {
-                "starts": starts,
-                "right": right,
+        records.append(
+            {
+                "prompt": f"sum {number // 4}",
+                "group": str(number // 4),
                 "reward": reward,
-                "answered": True,
-                "settings": {"model": "known", "samples": samples},
-            },
-        }
-        records.append(record)
+                "response": list(chain(*pieces)),
+                "says": says,
+                "values": {
+                    "starts": starts,
+                    "right": right,
+                    "reward": reward,
+                    "answered": True,
+                    "settings": {"model": "known", "samples": samples},
+                },
+            }
+        )
     return write_lines(path, records)
 
 

@@ -39,8 +39,15 @@ def solutions(path: Path) -> Path:
             steps.append(f"{value}+{term}={result};" + "so then " * (rng.random() < 0.5))
             value = result
         steps[-1] += f"\\boxed{{{value}}}"
-        line = {"id": f"a{number}", "prompt": f"sum ({number})", "steps": steps}
-        lines.append({**line, "error": wrong, "reward": float(wrong is None)})
+        lines.append(
+            {
+                "id": f"a{number}",
+                "prompt": f"sum ({number})",
+                "steps": steps,
+                "error": wrong,
+                "reward": float(wrong is None),
+            }
+        )
     return write_lines(path, lines)
 
 

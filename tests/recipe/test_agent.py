@@ -43,7 +43,7 @@ def test_calls_of_the_tool_that_are_nearly_right():
 class Writer:
     """A rollout server's client that writes given turns."""
 
-    def __init__(self, turns: list[list[int]]) -> None:
+    def __init__(self, turns: list[list[int]]):
         self.turns = iter(turns)
         self.asked = []
 

@@ -83,8 +83,15 @@ def test_the_published_problems_are_found(tmp_path: Path, capsys: Capture, name:
     for place, id in enumerate([*ids, "another", "one more"]):
         # College-Math names a problem by its source and number, OlympiadBench by an id.
         source, _, number = id.rpartition("/")
-        row = {"data_source": source, "question_number": number, "id": id}
-        rows.append({**row, SPECS[name].gold: "2", "question": f"Problem {place}?"})
+        rows.append(
+            {
+                "data_source": source,
+                "question_number": number,
+                "id": id,
+                "question": f"Problem {place}?",
+                SPECS[name].gold: "2",
+            }
+        )
     lines = random.Random(0).sample(rows, len(rows))
     # Problems of physics are of another task.
     physics = [{**rows[3], "subject": "Physics"}] * (name == "olympiadbench")

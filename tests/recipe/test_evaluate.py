@@ -303,7 +303,7 @@ class Engine:
         output = SimpleNamespace(finish_reason="stop", token_ids=[parameters.seed % 10])
         yield SimpleNamespace(outputs=[output])
 
-    def shutdown(self) -> None: ...
+    def shutdown(self): ...
 
 
 def test_every_sample_has_a_seed_of_its_own(
@@ -356,7 +356,7 @@ def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
     """verl's merger leaves the base's weights beside the adapter, and gives it the scale 0 where none is said."""
     merges = []
 
-    def merge(command: list[str], **_) -> None:
+    def merge(command: list[str], **_):
         # In this process, which has imported what the merger imports.
         monkeypatch.setattr(sys, "argv", command[2:])
         runpy.run_module(command[2], run_name="__main__")

@@ -69,7 +69,7 @@ def container(*arguments: str, **knobs) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder(monkeypatch: pytest.MonkeyPatch):
     # As the scripts set it.
     monkeypatch.setenv("PWD", str(unused()))
 

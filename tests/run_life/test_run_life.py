@@ -342,7 +342,7 @@ def test_the_first_start_alone_validates_before_training(
         global_steps = step
         watch = SimpleNamespace(guard=nullcontext)
 
-        def fit(self) -> None:
+        def fit(self):
             seen.append(self.config.trainer.val_before_train)
 
     class Kept(KeptRun, Base): ...

@@ -66,7 +66,7 @@ def test_an_engine_is_dead_if_its_server_says_so_twice(
     slow = 0
 
     class Health(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             if status[0] == slow:
                 time.sleep(1)
             self.send_response(status[0] or 503)

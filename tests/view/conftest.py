@@ -39,7 +39,7 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
     messages = []
     requests = []
 
-    def dismiss(dialog) -> None:
+    def dismiss(dialog):
         messages.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 

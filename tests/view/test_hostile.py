@@ -173,7 +173,7 @@ class Foreign:
         folder: Path,
         capsys: Capture,
         caplog: pytest.LogCaptureFixture,
-    ) -> None:
+    ):
         self.run = folder / f"run{EVIL}"
         self.capsys = capsys
         self.caplog = caplog
@@ -182,12 +182,12 @@ class Foreign:
         self.good = pq.read_table(self.tokens / "step_000001.parquet")
         self.header = {"schema_version": 5, "step": 1, "method": "grail"}
 
-    def put(self, table: pa.Table, record, kind: str = "step") -> None:
+    def put(self, table: pa.Table, record, kind: str = "step"):
         metadata = {_KEYS[kind]: json.dumps(record)}
         path = self.tokens / f"{kind}_000001.parquet"
         pq.write_table(table.replace_schema_metadata(metadata), path)
 
-    def put_column(self, name: str, values: list[Any], kind=None) -> None:
+    def put_column(self, name: str, values: list[Any], kind=None):
         place = self.good.schema.get_field_index(name)
         column = pa.array(values, kind or self.good.schema.field(name).type)
         self.put(self.good.set_column(place, name, column), self.header)
