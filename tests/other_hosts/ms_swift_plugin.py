@@ -4,7 +4,6 @@ import copy
 import importlib
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from swift.rewards.orm import ORM, orms
@@ -29,7 +28,7 @@ class Boxed(ORM):
 
 
 class RecordedTrainer(TokenWeightGRPOTrainer):
-    def _postprocess_batch(self, samples: list[Any], batches: list[dict[str, Any]]):
+    def _postprocess_batch(self, samples, batches):
         policy = copy.deepcopy(self.accelerator.unwrap_model(self.model).state_dict())
         super()._postprocess_batch(samples, batches)
         step = self.state.global_step

@@ -590,9 +590,7 @@ def test_another_trl(
     assert "99.0" in caplog.text
 
     class Later(TokenWeightGRPOTrainer):
-        def _generate_and_score_completions(
-            self, inputs: list[dict[str, Any]]
-        ) -> dict[str, Any]:
+        def _generate_and_score_completions(self, inputs):
             return GRPOTrainer._generate_and_score_completions(self, inputs)
 
     with pytest.raises(RuntimeError, match="advantages"):

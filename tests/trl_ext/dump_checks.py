@@ -295,7 +295,7 @@ def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path):
 
 
 class Doubling(TokenWeightGRPOTrainer):
-    def _compute_loss(self, *arguments) -> Tensor:
+    def _compute_loss(self, *arguments):
         return 2 * super()._compute_loss(*arguments)
 
 

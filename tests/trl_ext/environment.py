@@ -39,7 +39,7 @@ def trl_folder(packages: list[str]) -> Path:
     return folder
 
 
-def check(packages: list[str], *names: str) -> None:
+def check(packages: list[str], *names: str):
     """Run the checks of these files in one process, with these packages on its path, and see that none was skipped."""
     files = [f"tests/trl_ext/{name}_checks.py" for name in names]
     done = subprocess.run(

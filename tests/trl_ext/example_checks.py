@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_here(folder: Path, program: str, arguments: Sequence[str]) -> None:
+def run_here(folder: Path, program: str, arguments: Sequence[str]):
     """Run a file or a module, in a process of its own."""
     os.chdir(folder)
     sys.argv = [program, *arguments]

@@ -51,7 +51,7 @@ def train(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     }
 
 
-def run(rank: int, world_size: int, port: int, folder: Path) -> None:
+def run(rank: int, world_size: int, port: int, folder: Path):
     """Train with every method as a rank, in a process of its own."""
     # What torchrun sets.
     if world_size > 1:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
-from torch import Tensor
 
 from grail_advantage import report
 from grail_advantage.data import runs
@@ -24,7 +23,7 @@ ENVIRONMENT = {"token_weights": "turn_rloo", "environment_factory": Guess}
 class Watched(TokenWeightGRPOTrainer):
     """Keeps what the loss is given."""
 
-    def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model, inputs):
         self.__dict__.setdefault("seen", []).append(dict(inputs))
         return super()._compute_loss(model, inputs)
 
@@ -57,9 +56,7 @@ def assert_turns(ids, mask, values, advantages: dict[str, list[float]]) -> Scrip
     return script
 
 
-def assert_batches(
-    batches: Sequence[dict[str, Any]], advantages: dict[str, list[float]]
-) -> None:
+def assert_batches(batches: Sequence[dict[str, Any]], advantages: dict[str, list[float]]):
     """That all responses are there, each in one batch, and each turn has its advantage."""
     scripts = []
     for batch in batches:
@@ -128,7 +125,7 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path):
     environment that keeps its list counts from its length."""
 
     class Rewarding(Guess):
-        def reset(self, number: int, **row) -> None:
+        def reset(self, number: int, **row):
             # A list that grows over the episodes.
             rewards = getattr(self, "tool_rewards", [])
             super().reset(number)

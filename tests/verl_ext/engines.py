@@ -64,7 +64,7 @@ class Sizes:
     rows: int | None = None
     budget: int | None = None
 
-    def set(self, engine) -> None:
+    def set(self, engine):
         """Let an engine work with them."""
         config = engine.engine_config
         config.use_dynamic_bsz = self.budget is not None
@@ -186,7 +186,7 @@ def whole_blocks(engine) -> Iterator[list[int]]:
     ]
     held = []
 
-    def count(_gradient: torch.Tensor | None = None) -> None:
+    def count(_gradient: torch.Tensor | None = None):
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
         # FSDP2 frees a block by giving its storage back; the tensor stays.
         held.append(
@@ -196,7 +196,7 @@ def whole_blocks(engine) -> Iterator[list[int]]:
             )
         )
 
-    def watch(_module: torch.nn.Module, _args: tuple, output: torch.Tensor) -> None:
+    def watch(_module: torch.nn.Module, _args: tuple, output: torch.Tensor):
         if output.requires_grad:
             output.register_hook(count)
 

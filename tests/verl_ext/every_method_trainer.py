@@ -14,7 +14,7 @@ from grail_advantage.verl_ext.settings import Settings
 class EveryMethodTrainer(MyTrainerWithTokenWeights):
     """Options come from the methods' sections as in any run."""
 
-    def on_step_begin(self) -> None:
+    def on_step_begin(self):
         """Choose the step's method."""
         super().on_step_begin()
         names = os.environ["EVERY_METHOD_NAMES"].split(",")

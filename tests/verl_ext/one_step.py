@@ -105,7 +105,7 @@ def plain_rows() -> Rows:
 class Store:
     """TransferQueue's functions for one partition; counts the fields that are fetched."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows):
         self.rows = {key: {"uid": key.split("_")[0], **row} for key, row in rows.items()}
         self.fetched = Counter()
         self.calls = 0
@@ -177,7 +177,7 @@ class Workers:
     """Whether what the reader of an update needs comes with the responses."""
     micro_batch = 2
 
-    def __init__(self, store: Store, config) -> None:
+    def __init__(self, store: Store, config):
         self._dispatch_info = {"actor": [0]}
         self.store = store
         self.config = config
@@ -240,13 +240,13 @@ class Workers:
         engine = SimpleNamespace(scaler=self.scaler, compute_entropy_from_logits=None)
         return SimpleNamespace(engine=engine, loss_fn=partial(ppo_loss, actor))
 
-    def optimise(self, worker, data: TensorDict, places: list[int]) -> None:
+    def optimise(self, worker, data: TensorDict, places: list[int]):
         """An optimiser step, watched where the batch asks for it."""
         watched = self.reader.optimiser_step(worker, data, places)
         with watched if WATCHED in data else nullcontext():
             self.step(worker, data)
 
-    def step(self, worker, data: TensorDict) -> None:
+    def step(self, worker, data: TensorDict):
         scale = (
             self.fault if self.scaler is None else float(self.scaler.scale(torch.ones(())))
         )
@@ -284,7 +284,7 @@ class Step:
         folder: Path | None = None,
         mode: str = "sync",
         cls: type | None = None,
-    ) -> None:
+    ):
         rows = plain_rows() if rows is None else rows
         context = 1000
         options = [

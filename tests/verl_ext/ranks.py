@@ -58,7 +58,9 @@ from tests.verl_ext.one_step import Fields, Step, plain_rows
 TIMEOUT = timedelta(seconds=300)
 LONGEST = 1800.0
 """Seconds after which ranks are taken to hang."""
-Results = dict[str, dict[str, Any]]
+Result = dict[str, Any]
+"""What an experiment measured, by name."""
+Results = dict[str, Result]
 
 
 def start_ranks(part: str, folder: Path, world_size: int) -> list[Results]:
@@ -359,7 +361,7 @@ def update(
     mode: str = "",
     epochs: int = 1,
     **loss,
-) -> dict[str, Any]:
+) -> Result:
     """verl's update over this rank's responses, in mini-batches of so many on all ranks, and what it did; its mode names
     what else is asked for."""
     settings = {
@@ -452,14 +454,14 @@ class Rank:
         done = update(training_worker(engine), rows, len(BATCH), policy_loss="gpg")
         return done["metrics"].get("grad_norm", [None])[0]
 
-    def passes(self, name: str) -> dict[str, Any]:
+    def passes(self, name: str) -> Result:
         """Two optimiser steps of an engine, and of another one with all passes before them and one between them."""
         return {
             "alone": self._steps(name, []),
             "after passes": self._steps(name, passes_of(name)),
         }
 
-    def _steps(self, name: str, passes: list[str]) -> dict[str, Any]:
+    def _steps(self, name: str, passes: list[str]) -> Result:
         # A fresh engine has the same weights: two of them differ by their passes alone.
         setup = SETUPS[name]
         engine = build_engine(setup, self.folder)
@@ -482,7 +484,7 @@ class Rank:
             "enabled": torch.is_grad_enabled(),
         }
 
-    def family(self, name: str) -> tuple[bool, dict[str, Any]]:
+    def family(self, name: str) -> tuple[bool, Result]:
         """Whether a kind of model's responses are alone in an update, and its passes, none where they are refused."""
         setup = FAMILIES[name]
         engine = build_engine(setup, self.folder)
@@ -506,7 +508,7 @@ class Rank:
             self._step(engine, setup)
         return blocks
 
-    def later_update(self, name: str) -> dict[str, Any]:
+    def later_update(self, name: str) -> Result:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
         setup = PLAIN[name]
         engine = build_engine(setup, self.folder)
@@ -566,7 +568,7 @@ class Rank:
 class Updates:
     """Updates of the responses in ``rows.pt`` on one rank, each from the same weights, in so many mini-batches."""
 
-    def __init__(self, rank: Rank, name: str, mini_batches: int) -> None:
+    def __init__(self, rank: Rank, name: str, mini_batches: int):
         setup, sizes, _ = UPDATES[name]
         rows = torch.load(rank.folder / "rows.pt", weights_only=False)
         self._size = len(rows) // mini_batches
@@ -585,7 +587,7 @@ class Updates:
         self._parameters = [local(p).detach() for p in parameters if p.requires_grad]
         self._first = [parameter.clone() for parameter in self._parameters]
 
-    def run(self, loss: tuple[str, str], mode: str, epochs: int) -> dict[str, Any]:
+    def run(self, loss: tuple[str, str], mode: str, epochs: int) -> Result:
         """Run one, and say what it did, with the parameters after it."""
         for parameter, value in zip(self._parameters, self._first, strict=True):
             parameter.copy_(value)
@@ -608,7 +610,7 @@ class Updates:
 class AllRows(TokenWeightDetachActorWorker):
     """A rank's worker as a worker group whose every rank has all responses, without verl's set-up of a process."""
 
-    def __init__(self, engine, strategy: str) -> None:
+    def __init__(self, engine, strategy: str):
         self._dispatch_info = {"actor": [0]}
         self._strategy_handlers = None
         self.config = SimpleNamespace(actor=SimpleNamespace(strategy=strategy))
@@ -626,7 +628,7 @@ PARTS = {
 """Experiments by kind, a method of :class:`Rank`, and name, its argument."""
 
 
-def main(part: str, rank: int, world_size: int, folder: Path) -> None:
+def main(part: str, rank: int, world_size: int, folder: Path):
     """Run a rank's experiments and save their results in the folder."""
     # Threads that wait for cores of other ranks cost more than they compute.
     torch.set_num_threads(1)

@@ -132,7 +132,7 @@ def _compose(*overrides: str) -> DictConfig:
     return compose("grail_trainer", [*REQUIRED, budget, *overrides])
 
 
-def _refused(*overrides: str, words: str) -> None:
+def _refused(*overrides: str, words: str):
     """With a message that has these words, before the trainer is chosen."""
     config = _compose(*overrides)
     mode = config.trainer.v1.trainer_mode

@@ -38,7 +38,7 @@ KEYS = [f"{row // hosts.GROUP_SIZE}_{row % hosts.GROUP_SIZE}_0" for row in JUDGE
 class ModelWorkers:
     """The actor's worker group with a model, which runs as it is asked to, each response in a forward of its own."""
 
-    def __init__(self, store: Store, config) -> None:
+    def __init__(self, store: Store, config):
         self._dispatch_info = {"actor": [0]}
         self._store = store
 

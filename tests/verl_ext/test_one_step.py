@@ -296,7 +296,7 @@ class TestStart:
     def test_workers_of_other_engines_are_verls_own(
         self, strategy: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
     ):
-        def init_resource_pool_mgr(self) -> None:
+        def init_resource_pool_mgr(self):
             self.role_worker_mapping = {Role.ActorRollout: ActorRolloutRefWorker}
 
         monkeypatch.setattr(

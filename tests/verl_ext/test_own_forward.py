@@ -47,7 +47,7 @@ class OneForward(Workers):
         self.had_old_log_probs = "old_log_probs" in self.store.rows[batch.keys[0]]
         return super().update_actor(batch)
 
-    def optimise(self, worker, data: TensorDict, places: list[int]) -> None:
+    def optimise(self, worker, data: TensorDict, places: list[int]):
         of_update = self.own_forward.of_update(worker, data)
         with of_update if REUSE in data else nullcontext():
             super().optimise(worker, data, places)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def check(
     model: PreTrainedModel, setup: Setup, name: str, rank: int, measured: list[RowScores]
-) -> None:
+):
     """That a pass on a rank gave what the plain model gives, in one process and one response at a time."""
     signal, temperature, _ = OWN[name]
     rows = ranks.pass_rows(name, rank // setup.sequence_parallel, setup.data_parallel)

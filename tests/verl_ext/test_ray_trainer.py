@@ -51,11 +51,11 @@ class OlderWorkers(Workers):
         self.updated += 1
         return tu.get_tensordict({}, non_tensor_dict={"metrics": {"mfu": [0.0]}})
 
-    def save_checkpoint(self, path: str, *_, **__) -> None:
+    def save_checkpoint(self, path: str, *_, **__):
         Path(path).mkdir(parents=True)
         torch.save(self.updated, Path(path) / "policy.pt")
 
-    def load_checkpoint(self, path: str, **_) -> None:
+    def load_checkpoint(self, path: str, **_):
         self.updated = torch.load(Path(path) / "policy.pt")
 
 
@@ -70,7 +70,7 @@ class Older(Step):
 
     def __init__(
         self, folder: Path, method: Method, *overrides: str, rows: Rows | None = None
-    ) -> None:
+    ):
         options = {"folder": folder, "workers": OlderWorkers, "cls": TokenWeightRayTrainer}
         super().__init__(*overrides, method=method, rows=rows, **options)
 
@@ -102,7 +102,7 @@ class Older(Step):
         self._begin_rollout(rows)
         return proto_of(tensors, columns)
 
-    def _begin_rollout(self, rows: list[Fields]) -> None:
+    def _begin_rollout(self, rows: list[Fields]):
         """Of the responses' prompts, with the weight that the data set gives each."""
         weights = {row["uid"]: row.get("weight") for row in rows}
         columns = {"uid": [*weights], "weight": [*weights.values()]}

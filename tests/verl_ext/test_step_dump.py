@@ -221,7 +221,7 @@ class Alternating(AdvantageMethod):
         return r.advantages.unsqueeze(1) * (1.0 - 2.0 * (torch.arange(r.mask.shape[1]) % 2))
 
 
-def assert_arrived(rows: Sequence[DumpRow]) -> None:
+def assert_arrived(rows: Sequence[DumpRow]):
     """That each response of the update received what was intended."""
     for row in rows:
         if row.updates.tolist():

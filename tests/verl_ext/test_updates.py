@@ -96,7 +96,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     return start_ranks("updates", folder, 2)
 
 
-def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]):
     """Up to a ten-thousandth of the largest value of all."""
     largest = max(
         float(values.detach().abs().max()) for values in expected if values.numel()

@@ -46,7 +46,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[
     ) -> tuple[Any, list[int]]:
         sent = []
 
-        def all_gather_object(gathered: list, lengths: list[int], group: object) -> None:
+        def all_gather_object(gathered: list, lengths: list[int], group: object):
             assert group is GROUP and len(gathered) == 2
             sent.extend(lengths)
             gathered[:] = [lengths, other_rank]

@@ -72,7 +72,7 @@ def messages_of(number: int | str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{number}+{number}"}]
 
 
-def write_assets(folder: Path, rows: int) -> None:
+def write_assets(folder: Path, rows: int):
     """Model, tokenizer, and data of that many prompts, of which four validate."""
     tokens = tokenizer()
     ends = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
