@@ -68,7 +68,7 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def _loggers_speak(caplog: pytest.LogCaptureFixture):
+def _loggers_speak(caplog):
     """Whatever a test before has configured of logging: libraries set levels, and disable loggers that are there already."""
     logging.disable(logging.NOTSET)
     caplog.set_level(logging.WARNING)
@@ -80,7 +80,7 @@ def _loggers_speak(caplog: pytest.LogCaptureFixture):
             logger.propagate = True
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_sessionstart(session: pytest.Session):
     # The process that starts the others looks after the clone
     if not hasattr(session.config, "workerinput"):
         session.config.stash[BEFORE] = files()
@@ -89,12 +89,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 BEFORE = pytest.StashKey[dict[Path, int]]()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session: pytest.Session):
     os.chdir(AWAY.name)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session):
     """Fail where a test left something in the clone."""
     if (earlier := session.config.stash.get(BEFORE, None)) is not None and (
         changes := changed(earlier, files())
@@ -104,7 +104,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Name the group of each test for ``pytest --dist loadgroup``, whose tests share what they start, longest groups first."""
     for item in items:
         item.add_marker(

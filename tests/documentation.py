@@ -19,14 +19,12 @@ _RUN = re.compile(r"<!-- run -->\n```python\n(?P<text>.*?)```", re.DOTALL)
 
 def files(page: str) -> dict[str, str]:
     """The blocks of a page that are marked as files, by name, and the files of its folder of examples."""
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = (DOCS / page).read_text()
     texts = {match["name"]: match["text"] for match in _FILE.finditer(text)}
     if page not in FOLDERS:
         return texts
     complete = {
-        file.name: file.read_text(encoding="utf-8")
-        for file in FOLDERS[page].iterdir()
-        if file.is_file()
+        file.name: file.read_text() for file in FOLDERS[page].iterdir() if file.is_file()
     }
     assert texts.items() <= complete.items(), (
         f"{page} shows what the files of its folder are not"
@@ -34,15 +32,12 @@ def files(page: str) -> dict[str, str]:
     return complete
 
 
-def write_files(page: str, folder: Path) -> None:
+def write_files(page: str, folder: Path):
     """Write them into a folder."""
     for name, text in files(page).items():
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).write_text(text)
 
 
 def snippets(page: str) -> list[str]:
     """The blocks of a page that are marked to be run."""
-    return [
-        matches["text"]
-        for matches in _RUN.finditer((DOCS / page).read_text(encoding="utf-8"))
-    ]
+    return [matches["text"] for matches in _RUN.finditer((DOCS / page).read_text())]

@@ -36,7 +36,7 @@ def _become(
     files: tuple[Path, Path],
     folder: Path,
     environment: dict[str, str],
-) -> None:
+):
     gc.freeze()  # no fork looks for garbage in the imports again, which took a quarter of the ranks' time
     for number, file in enumerate(files, start=1):
         with file.open("a") as stream:

@@ -59,7 +59,7 @@ class Said(NamedTuple):
         ]
 
 
-DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 RESPONSES = [Said(*parts) for parts in DATA["responses"]]
 """Two prompts with five responses each. No prompt has equal rewards whose float32 mean is off by rounding, as three of 0.9
 are: verl and TRL train on that rounding, as their GRPO does, while an analysis gives the advantage 0."""
@@ -119,7 +119,7 @@ def plain_table(
     """The dump of a plain model, by default with each response in a forward of its own; ``by_method``: those for the column
     ``methods``, by name; ``tokens``: most of a forward."""
 
-    def host(responses: Rollouts) -> PlainHost:
+    def host(responses):
         return PlainHost(tiny_model(), responses, temperature=TEMPERATURE, tokens=tokens)
 
     rollouts = replace(rollouts, step=step)
@@ -153,7 +153,7 @@ def dumped_table(folder: Path) -> pa.Table:
     return pq.read_table(path).drop_columns(["step", "update"])
 
 
-def assert_same(actual: pa.Table, expected: pa.Table) -> None:
+def assert_same(actual: pa.Table, expected: pa.Table):
     """That two dumps are equal bit for bit; NaN equals NaN."""
     assert actual.column_names == expected.column_names
     assert len(actual) == len(expected) > 0

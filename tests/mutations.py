@@ -456,7 +456,7 @@ def matches(pattern, node, holes: dict[Any, Any]) -> bool:
 class Filled(ast.NodeTransformer):
     """Puts what letters and ``...`` stand for in their places."""
 
-    def __init__(self, holes: dict[Any, Any]) -> None:
+    def __init__(self, holes: dict[Any, Any]):
         self.holes = holes
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
@@ -474,7 +474,7 @@ class Filled(ast.NodeTransformer):
 
 
 class Planted(ast.NodeTransformer):
-    def __init__(self, place: ast.AST, change: ast.AST) -> None:
+    def __init__(self, place: ast.AST, change: ast.AST):
         self.place = place
         self.change = change
 
@@ -508,7 +508,7 @@ def only(places: list[Any], name: str):
     return places[0]
 
 
-def run_tests(folder: Path, tests: set[str]) -> None:
+def run_tests(folder: Path, tests: set[str]):
     """pytest on a copy of the project, in a fork."""
     import pytest
 
@@ -546,7 +546,7 @@ def status_of(folder: Path, *tests: str) -> int | None:
     return status
 
 
-def run(faults: list[Fault]) -> None:
+def run(faults: list[Fault]):
     """Plant faults one after another; the status of the process is how many are to be looked at."""
     survivors = 0
     with tempfile.TemporaryDirectory() as name:
@@ -556,10 +556,10 @@ def run(faults: list[Fault]) -> None:
         subprocess.run(copied, shell=True, cwd=ROOT, check=True)
         for fault in faults:
             path = folder / fault.file
-            source = path.read_text(encoding="utf-8")
-            path.write_text(planted(source, fault), encoding="utf-8")
+            source = path.read_text()
+            path.write_text(planted(source, fault))
             survives = status_of(folder, fault.test) not in (FAILED, None)
-            path.write_text(source, encoding="utf-8")
+            path.write_text(source)
             survivors += survives
             outcome = "SURVIVES" if survives else "caught  "
             print(outcome, f"{fault.where}: {fault.change}, by {fault.test}", flush=True)
@@ -579,7 +579,7 @@ def main(*parts: str) -> int:
     ]
     # Before an hour of tests.
     for fault in chosen:
-        planted((ROOT / fault.file).read_text(encoding="utf-8"), fault)
+        planted((ROOT / fault.file).read_text(), fault)
     trl = find_spec("trl") is not None
     faults = [fault for fault in chosen if fault.of_trl == trl]
     survivors = 0

@@ -20,7 +20,7 @@ def test_nothing_of_the_clone_or_at_home_is_in_reach():
         assert Path(compose(name).run.folder).is_relative_to(away)
 
 
-def test_what_a_test_leaves_is_named(tmp_path: Path):
+def test_what_a_test_leaves_is_named(tmp_path):
     """A source that an editor saves meanwhile, and a tool's cache, are not."""
     for name in ("outputs/run/metrics.jsonl", "data/a.parquet", "recipe/rules.py"):
         (tmp_path / name).parent.mkdir(parents=True)

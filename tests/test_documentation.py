@@ -47,7 +47,7 @@ _HEADING = re.compile(r"^#+ (?P<title>.+)$", re.MULTILINE)
 
 
 def _text(page: Path) -> str:
-    return _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return _FENCE.sub("", page.read_text())
 
 
 def _anchors(page: Path) -> set[str]:
@@ -73,7 +73,7 @@ def test_links_lead_somewhere():
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*"):
             if file.suffix in (".py", ".sh", ".yaml"):
-                named = re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
+                named = re.findall(r"docs/[\w/]+\.md", file.read_text())
                 broken += [
                     (file.name, page) for page in named if not (ROOT / page).exists()
                 ]
@@ -84,7 +84,7 @@ def test_links_lead_somewhere():
 BASH = "".join(
     block["text"].replace("\\\n", " ").replace("$PWD", "/work")
     for page in READ
-    for block in _FENCE.finditer(page.read_text(encoding="utf-8"))
+    for block in _FENCE.finditer(page.read_text())
     if block["language"] == "bash"
 )
 
@@ -115,7 +115,7 @@ USUAL = [
 
 CHECKLIST = re.findall(
     r"^\| `((?:\+\+)?[a-z_]+\.[^`]*)` \|",
-    (ROOT / "README.md").read_text(encoding="utf-8"),
+    (ROOT / "README.md").read_text(),
     re.MULTILINE,
 )
 COMMANDS = [
@@ -125,9 +125,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_verl_takes_the_command(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_verl_takes_the_command(words, tmp_path, monkeypatch):
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` are a run's usual ones."""
     monkeypatch.setenv("PWD", str(tmp_path))  # where its token dump goes
     from verl.utils.config import validate_config
@@ -147,7 +145,7 @@ def test_verl_takes_the_command(
         assert config.trainer.v1.trainer_mode.startswith("grail_")
 
 
-def test_the_example_of_how_it_works_runs(tmp_path: Path):
+def test_the_example_of_how_it_works_runs(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
     (snippet,) = snippets("how_it_works.md")
@@ -160,7 +158,7 @@ def test_the_example_of_how_it_works_runs(tmp_path: Path):
     assert torch.equal(names["token_advantages"], -0.5 * weights)
 
 
-SCREEN = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+SCREEN = (ROOT / "README.md").read_text().partition("\n## ")[0]
 SHOWN = {block["language"]: block["text"] for block in _FENCE.finditer(SCREEN)}
 # So few of the last one's many tokens have a score that a weight is clipped.
 ROWS = [*ROLLOUTS.values(), Rollout("Six?", r"=\boxed{6}" + 900 * "x", -1.0)]
@@ -222,12 +220,8 @@ ONE_FILE = [
 
 
 @pytest.mark.parametrize(("answer", "span", "temperature", "make"), ONE_FILE)
-def test_the_first_screens_weights_are_the_packages(
-    answer: str, span: str, temperature: float, make
-):
-    assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text(
-        encoding="utf-8"
-    )
+def test_the_first_screens_weights_are_the_packages(answer, span, temperature, make):
+    assert SHOWN["python"] in (ROOT / "examples/grail_in_one_file.py").read_text()
     names = {"torch": torch}
     exec(SHOWN["python"], names)
     rows = ROWS

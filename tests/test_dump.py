@@ -8,7 +8,6 @@ import sys
 import threading
 import unicodedata
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -48,7 +47,7 @@ HEADER = DumpHeader(
 
 
 class TestReading:
-    def test_header_and_rows(self, tmp_path: Path):
+    def test_header_and_rows(self, tmp_path):
         """With every column, those of several methods included."""
         label = {"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]}
         labels = [label, *[{}] * (hosts.COUNT - 1)]
@@ -74,7 +73,7 @@ class TestReading:
         assert frame["weight"][0].dtype == np.float32
         assert list(frame["key"]) == texts
 
-    def test_a_table_has_what_was_received_by_key(self, tmp_path: Path):
+    def test_a_table_has_what_was_received_by_key(self, tmp_path):
         written = table_of([dump_row([1.0, 2.0], key=key) for key in "abc"])
         for step in (1, 2):
             write_step(tmp_path, replace(HEADER, step=step), written)
@@ -93,7 +92,7 @@ class TestReading:
         assert second.effect_T is first.clipped_by_update_KT is None
         assert third.effect_T is not None
 
-    def test_older_and_newer_files(self, tmp_path: Path):
+    def test_older_and_newer_files(self, tmp_path):
         """As schema_version 4 and 5, and 1 of what was received, wrote them; a later version's is named."""
         written = table_of([dump_row([1.0, 2.0], key="a")])
         written = written.drop_columns("rollout_log_probs").append_column("update", [[0]])
@@ -125,9 +124,7 @@ class TestReading:
 
 
 class TestWriting:
-    def test_what_fails_leaves_the_file_that_was_there(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_what_fails_leaves_the_file_that_was_there(self, tmp_path, monkeypatch):
         row = dump_row([1.0, 2.0])
         path = write_step(tmp_path, HEADER, table_of([row]))
         uneven = table_of([row, dump_row([1.0, 2.0], entropy_T=[1.0])])
@@ -135,7 +132,7 @@ class TestWriting:
             with pytest.raises((ValueError, KeyError)):
                 write_step(tmp_path, HEADER, refused)
 
-        def full(file: int):
+        def full(file):
             raise OSError
 
         monkeypatch.setattr(dump_module.os, "fsync", full)
@@ -144,7 +141,7 @@ class TestWriting:
         assert [len(row) for row in read_dump(tmp_path)] == [2]
         assert list(tmp_path.iterdir()) == [path]
 
-    def test_a_resumed_run_removes_its_steps_and_nothing_else(self, tmp_path: Path):
+    def test_a_resumed_run_removes_its_steps_and_nothing_else(self, tmp_path):
         for step, update in ((9, 0), (10, 0), (10, 3), (11, 0)):
             write_step(tmp_path, replace(HEADER, step=step, update=update), table_of([]))
         write_received(tmp_path, received_header(10), received([], []))
@@ -158,10 +155,7 @@ class TestWriting:
         assert remove_steps(tmp_path / "nowhere", 0) == []
 
     def test_a_disk_that_fails_or_hangs_costs_its_files(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, tmp_path, monkeypatch, caplog
     ):
         """And, if it hangs, one wait; it is said once."""
         rollouts = hosts.plain_rollouts()
@@ -209,7 +203,7 @@ BROKEN = b'\xff\n[1]\nnull\n{"step": "x"}\n{"step": NaN}\n' + b"[" * 100_000 + b
         (BROKEN + ONE, ONE),
     ],
 )
-def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path, earlier: bytes, later: bytes):
+def test_lines_of_metrics_up_to_the_step_stay(tmp_path, earlier, later):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(earlier)
     file = MetricsFile(path, 2)
@@ -221,7 +215,7 @@ def test_lines_of_metrics_up_to_the_step_stay(tmp_path: Path, earlier: bytes, la
     assert path.read_bytes() == b""
 
 
-def test_metrics_are_strict_json(tmp_path: Path):
+def test_metrics_are_strict_json(tmp_path):
     """Which has no NaN and no infinity: such a figure is null, and is read as NaN."""
     path = tmp_path / "run/metrics.jsonl"
     data = {"a": math.nan, "b": -math.inf, "c": np.float32("inf"), "d": 1.5}
@@ -241,7 +235,7 @@ def test_no_visible_character_acts():
     assert visible(text, breaks=False) == text
 
 
-def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path):
+def test_links_and_pipes_in_a_foreign_folder(tmp_path):
     """Nothing is written through a link, and what is no plain file, which may have no end, is not read."""
     precious = tmp_path / "precious"
     run = tmp_path / "run"

@@ -5,7 +5,6 @@ import fcntl
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ input()
 """
 
 
-def test_a_folder_is_held_until_its_process_ends(tmp_path: Path):
+def test_a_folder_is_held_until_its_process_ends(tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     second = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -46,11 +45,7 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path):
     [None, "", "junk", f"1\n{socket.gethostname()}\n", "4194304\nanother-node\n"],
 )
 def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
-    number: int,
-    lock_text: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    number, lock_text, tmp_path, monkeypatch, caplog
 ):
     """Whatever a killed run, or an earlier version, left as its lock."""
 
@@ -71,9 +66,7 @@ def test_without_flock_a_run_resumes_on_any_node_with_a_warning(
     ), "nothing that outlives the run"
 
 
-def test_what_is_no_folder_is_left_to_who_writes_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_what_is_no_folder_is_left_to_who_writes_there(tmp_path, caplog):
     (tmp_path / "a file").touch()
     (tmp_path / "a link").symlink_to("/proc/nowhere")
     for path in tmp_path.iterdir():

@@ -5,7 +5,7 @@ from tests.mutations import FAULTS, ROOT, planted
 
 def test_every_fault_finds_its_place():
     for fault in FAULTS:
-        source = (ROOT / fault.file).read_text(encoding="utf-8")
+        source = (ROOT / fault.file).read_text()
         assert planted(source, fault) != source, fault
         file, _, _ = fault.test.partition("::")
         assert all((ROOT / "tests" / name).is_file() for name in file.split()), fault

@@ -1,7 +1,6 @@
 """Every rule of verl's host and of the recipe, by an example that breaks it and no other: without the rule its example fails
 here. The first override of an example is of the option that the message names. TRL's are in ``trl_ext/core_checks.py``."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,15 +200,13 @@ def option_of(overrides: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+def _platform(request, monkeypatch):
     if "cpu_trainer" in request.node.name:
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
 
 
 @pytest.mark.parametrize(("name", "configuration", "overrides"), ALL_REFUSED)
-def test_refused_before_the_trainer_is_chosen(
-    name: str, configuration: str, overrides: str
-):
+def test_refused_before_the_trainer_is_chosen(name, configuration, overrides):
     config = composed(overrides, configuration)
     mode = config.trainer.v1.trainer_mode
     with pytest.raises(ValueError, match=f"^{option_of(overrides)}="):
@@ -217,7 +214,7 @@ def test_refused_before_the_trainer_is_chosen(
     assert config.trainer.v1.trainer_mode == mode
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog) -> list[str]:
     return [
         record.message
         for record in caplog.records
@@ -226,16 +223,14 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_warned_of(name: str, caplog: pytest.LogCaptureFixture):
+def test_warned_of(name, caplog):
     check_config(composed(WARNED[name]))
     (message,) = warnings_of(caplog)
     assert message.startswith(f"{option_of(WARNED[name])}=")
 
 
 @pytest.mark.parametrize(("shortcut", "why_not", "name", "overrides"), SHORTCUTS)
-def test_a_shortcut_is_not_taken(
-    shortcut: str, why_not: Callable[..., str], name: str, overrides: str
-):
+def test_a_shortcut_is_not_taken(shortcut, why_not, name, overrides):
     """With ``auto``; ``true`` is refused."""
     option = option_of(overrides)
     why = why_not(
@@ -281,9 +276,7 @@ def test_an_example_breaks_one_rule_and_every_rule_has_one():
     assert broken == set(map(id, ours + recipe_rules.RULES + recipe_rules.ON_CPU))
 
 
-def test_the_defaults_break_no_rule(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_the_defaults_break_no_rule(monkeypatch, caplog):
     assert why_not_skip(parsed(composed(f"{SKIP}=true"))) == ""
     prepare(composed(""))
     prepare(composed("", STOCK))

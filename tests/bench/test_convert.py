@@ -1,22 +1,18 @@
 """ProcessBench's solutions as lines."""
 
-from pathlib import Path
-
 import pytest
 
 from bench import convert
 from tests.bench.common import lines_in, write_lines
 
 
-def lines_of(tmp_path: Path, *records: object) -> list[dict]:
+def lines_of(tmp_path, *records: object) -> list[dict]:
     path = write_lines(tmp_path / "in.jsonl", records)
     convert.main(["processbench", str(path), str(tmp_path / "out.jsonl")])
     return lines_in(tmp_path / "out.jsonl")
 
 
-def test_lines_that_no_table_can_use_are_counted_and_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_lines_that_no_table_can_use_are_counted_and_left_out(tmp_path, capsys):
     common = {"id": "g-0", "generator": "m", "problem": "q", "steps": ["a", "b \\boxed{1}"]}
     incorrect = common | {"final_answer_correct": False, "label": 1}
     correct = common | {"final_answer_correct": True, "label": -1}
@@ -30,6 +26,6 @@ def test_lines_that_no_table_can_use_are_counted_and_left_out(
     assert "1 errors, 1 controls, 1 without an answer" in capsys.readouterr().out
 
 
-def test_a_file_of_another_format_is_refused(tmp_path: Path):
+def test_a_file_of_another_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not of the format processbench"):
         lines_of(tmp_path, {"a": 1})

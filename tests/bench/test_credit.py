@@ -26,8 +26,6 @@ from verl_cpu.tiny.model import build_tokenizer
 from verl_cpu.tiny.sampling import prompt_ids, sample
 from verl_cpu.tiny.task import Problem, compute_score, solve
 
-Capture = pytest.CaptureFixture[str]
-
 SAMPLES = 8
 
 
@@ -38,7 +36,7 @@ def with_values(source: Path, out: Path, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lines(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     sampled(folder / "sums.jsonl", 24)
     with_values(folder / "sums.jsonl", folder / "values.jsonl")
@@ -52,9 +50,7 @@ def folder(lines: Path) -> Path:
     return analyzed(lines, lines.with_name("seen"), chosen)
 
 
-def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(
-    lines: Path,
-):
+def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(lines):
     """The digits by plain calls of the sampler."""
     tokenizer, load = model_of("tiny")
     model = load()
@@ -78,7 +74,7 @@ def test_continuations_go_on_from_the_ids_and_are_judged_with_what_is_before(
             assert start == 0 or tokenizer.decode(beginning).endswith(";")
 
 
-def test_the_same_command_resumes_to_the_same_bytes(lines: Path):
+def test_the_same_command_resumes_to_the_same_bytes(lines):
     source = lines.with_name("sums.jsonl")
     # 40 of the 96 responses first, then all of them into the same file.
     first, *rest = lines_in(source)
@@ -106,16 +102,14 @@ def test_the_same_command_resumes_to_the_same_bytes(lines: Path):
         ({}, "--samples=1", "--samples must be at least 2"),
     ],
 )
-def test_what_has_no_values_is_refused(
-    tmp_path: Path, lines: Path, change: dict[str, Any], option: str, message: str
-):
+def test_what_has_no_values_is_refused(tmp_path, lines, change, option, message):
     incorrect = next(line for line in lines_in(lines) if not line["reward"])
     source = write_lines(tmp_path / "one.jsonl", [incorrect | change])
     with pytest.raises(SystemExit, match=message):
         with_values(source, tmp_path / "out.jsonl", option)
 
 
-def test_significant_losses_are_the_first_errors(folder: Path):
+def test_significant_losses_are_the_first_errors(folder):
     cases, counts = credit.read(folder)
     losses = [case for case in cases if case.label.step is not None]
     # Enough of them, so that the loop says something.
@@ -131,7 +125,7 @@ def test_significant_losses_are_the_first_errors(folder: Path):
         )
 
 
-def test_the_table_of_a_real_folder(folder: Path, capsys: Capture):
+def test_the_table_of_a_real_folder(folder, capsys):
     main([str(folder)])
     rows = {}
     for line in capsys.readouterr().out.splitlines():
@@ -153,9 +147,7 @@ def test_the_table_of_a_real_folder(folder: Path, capsys: Capture):
     assert "effect" not in rows["method"]
 
 
-def test_the_effect_is_the_share_of_the_change_that_went_with_the_credit(
-    folder: Path,
-):
+def test_the_effect_is_the_share_of_the_change_that_went_with_the_credit(folder):
     cases, _ = credit.read(folder)
     # Every fourth token moves against its advantage, the others with it.
     for case in cases:
@@ -168,7 +160,7 @@ def test_the_effect_is_the_share_of_the_change_that_went_with_the_credit(
     assert row["effect"].value == pytest.approx(1 - against / size)
 
 
-def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path):
+def test_a_fit_is_above_uniform_and_place(folder, lines):
     out = folder.with_name("fit.json")
     main(["fit", str(folder), str(out)])
     written = read_fit(str(out))
@@ -185,7 +177,7 @@ def test_a_fit_is_above_uniform_and_place(folder: Path, lines: Path):
     assert gain.value > gain.half > 0
 
 
-def test_no_fit_is_written_for_shuffled_values_one_sign_or_no_entropies(folder: Path):
+def test_no_fit_is_written_for_shuffled_values_one_sign_or_no_entropies(folder):
     generator = np.random.default_rng(0)
     shuffled = []
     for case in credit.read(folder)[0]:
@@ -284,7 +276,7 @@ def planted_figures(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("samples", [4, 16])
 def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
-    tmp_path: Path, samples: int, capsys: Capture
+    tmp_path, samples, capsys
 ):
     figures = planted_figures(planted_lines(tmp_path / "known.jsonl", samples))
     within = {name: row["within, incorrect"].value for name, row in figures.items()}
@@ -306,7 +298,7 @@ def test_planted_credit_has_1_and_noise_swapped_credit_and_place_0(
     assert re.findall(r"\| (\S+) \| follows credit", capsys.readouterr().out) == ["credit"]
 
 
-def test_no_figure_where_there_is_no_credit(tmp_path: Path, capsys: Capture):
+def test_no_figure_where_there_is_no_credit(tmp_path, capsys):
     figures = planted_figures(planted_lines(tmp_path / "flat.jsonl", 2, flat=True))
     assert all(np.isnan(row["within, incorrect"].value) for row in figures.values())
     main([str(tmp_path / "seen")])
@@ -328,7 +320,7 @@ def credits_of(line: dict[str, Any]) -> list[np.ndarray]:
     return [np.diff([*part.mean(axis=1), line["values"]["reward"]]) for part in parts]
 
 
-def test_figures_are_those_of_plain_loops(tmp_path: Path):
+def test_figures_are_those_of_plain_loops(tmp_path):
     """Beyond place and the cosine, with the errors by leaving out each problem."""
     path = planted_lines(tmp_path / "known.jsonl", 8)
     figures = planted_figures(path)["swapped"]

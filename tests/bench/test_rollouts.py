@@ -1,6 +1,5 @@
 """Responses and continuations of the tiny model: what they depend on, and resumptions."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ def tiny() -> tuple[Any, Any]:
     return tokenizer, load()
 
 
-def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]):
+def test_copies_are_the_responses_of_repeated_prompts(tiny):
     """Also beyond one batch, and where a row's random numbers end."""
     tokenizer, model = tiny
     prompts = [
@@ -36,7 +35,7 @@ def test_copies_are_the_responses_of_repeated_prompts(tiny: tuple[Any, Any]):
     assert len({tuple(response) for response in copies[:4:2]}) == 2
 
 
-def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]):
+def test_a_draw_depends_on_its_own_ids_alone(tiny):
     """Each by a plain call of the sampler, in any order and with any other length beside it."""
     tokenizer, model = tiny
     options = parser_of("x", None).parse_args(["a", "b", *MODEL, "--samples", "3"])
@@ -54,7 +53,7 @@ def test_a_draw_depends_on_its_own_ids_alone(tiny: tuple[Any, Any]):
         assert responses == sample(model, tokenizer, [list(prefix)] * 3, numbers)
 
 
-def test_sampling_resumes_to_the_same_bytes(tmp_path: Path):
+def test_sampling_resumes_to_the_same_bytes(tmp_path):
     resumed = tmp_path / "resumed.jsonl"
     sampled(resumed, 3)
     lines = sampled(resumed, 20)

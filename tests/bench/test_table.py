@@ -138,7 +138,7 @@ def registered():
 
 
 @pytest.fixture(scope="module")
-def folder(registered, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(registered, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
     chosen = {name: Planted(planted=name) for name in PLANTED}
     chosen["praise"] = Praise(planted="perfect")
@@ -150,7 +150,7 @@ def summary(folder: Path) -> tuple[dict[str, list[Record]], dict[str, table.Figu
     return records, {name: table.figures_of(entries) for name, entries in records.items()}
 
 
-def test_two_responses_of_one_id_are_refused(folder: Path, tmp_path: Path):
+def test_two_responses_of_one_id_are_refused(folder, tmp_path):
     """As in a folder to which somebody copied a file of another analysis."""
     merged = shutil.copytree(folder, tmp_path / "merged")
     last = max(merged.glob("step_*.parquet"))
@@ -159,7 +159,7 @@ def test_two_responses_of_one_id_are_refused(folder: Path, tmp_path: Path):
         rows_of(merged)
 
 
-def test_planted_methods_get_their_verdicts(folder: Path):
+def test_planted_methods_get_their_verdicts(folder):
     _, figures = summary(folder)
     assert table.verdicts(figures) == {
         **dict.fromkeys(("first error", "perfect", "faint", "answers"), FINDS),
@@ -178,7 +178,7 @@ def test_planted_methods_get_their_verdicts(folder: Path):
     assert figures["perfect"]["equal place"].value == pytest.approx(0.5)
 
 
-def test_equal_place_follows_from_the_records(folder: Path):
+def test_equal_place_follows_from_the_records(folder):
     """By plain loops over the controls that are nearest in number of steps."""
     records, figures = summary(folder)
     for method in ("noise", "faint", "usual_place"):
@@ -200,7 +200,7 @@ def test_equal_place_follows_from_the_records(folder: Path):
         )
 
 
-def test_other_advantages_are_refused(folder: Path, tmp_path: Path):
+def test_other_advantages_are_refused(folder, tmp_path):
     method = Planted(planted="faint")
     analyzed(folder.parent / "sums.jsonl", tmp_path, {"one": method}, advantages="right")
     with pytest.raises(SystemExit, match="has not the advantage -1"):
@@ -259,7 +259,7 @@ def test_holm_by_hand():
     assert corrected == pytest.approx({"a": 0.04, "b": 0.08, "c": 1, "d": 0.06})
 
 
-def test_what_is_left_out_is_counted(tmp_path: Path):
+def test_what_is_left_out_is_counted(tmp_path):
     box = "2+1=3;\\boxed{3}"
     lines = [
         {"steps": ["1+1=2;", "2+1=4;", "4+1=5;\\boxed{5}"], "error": 1, "reward": 0},

@@ -1,7 +1,6 @@
 """The benchmarks: what they measure with, and that they run at toy size. No time is checked."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -54,7 +53,7 @@ def test_several_figures_are_a_median_with_its_range():
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_methods_runs(tmp_path: Path):
+def test_the_benchmark_of_methods_runs(tmp_path):
     """The other one times the same steps as part c of the GPU check, which ``test_gpu_check.py`` runs."""
     options = ("--setup", "toy", "--repeats", "1", "--json", str(tmp_path / "methods.json"))
     done = forked.run("benchmarks.bench_training_step", "methods", *options)

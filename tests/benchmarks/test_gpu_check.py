@@ -63,7 +63,7 @@ TABLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("letter", some(PARTS, ("a",)))
-def test_a_part_at_toy_size(tmp_path: Path, letter: str):
+def test_a_part_at_toy_size(tmp_path, letter):
     done = checked_dry(tmp_path, letter, sys.executable)
     page = (tmp_path / f"{letter}.md").read_text()
     # A package that this environment does not have, such as TRL, is no failure of the part.
@@ -95,7 +95,7 @@ def test_differences_by_hand():
 
 
 def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ):
     """Of another method once the parameters are bfloat16, or at every other call, as a faulty kernel might give them."""
     right = plain.weights
@@ -127,9 +127,7 @@ def test_weights_that_differ_and_that_bfloat16_does_not_keep_are_found(
     assert checked.statuses == {"failed"}
 
 
-def test_failures_stop_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_failures_stop_nothing_else(tmp_path, monkeypatch, capsys):
     """A group that raises, a part that raises, one that passes, one that lacks a package; one that dies keeps what it
     had."""
     body = """
@@ -164,13 +162,13 @@ def run(outcome, device):
     assert "- passed: then (yes)" in (tmp_path / "d.md").read_text()
 
 
-def test_without_a_gpu_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_without_a_gpu_nothing_runs(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["a"]) == 1
     assert "sees no GPU on this machine: nothing was checked" in capsys.readouterr().out
 
 
-def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path):
+def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path):
     """verl imports the modules of the entry points all the same, from the clone's folders."""
     # It shows what it was started with.
     python = in_place_of_python(tmp_path, 'echo "$VERL_USE_EXTERNAL_MODULES $PYTHONPATH"')
@@ -185,9 +183,7 @@ def test_a_clone_that_is_not_installed_has_its_plug_ins(tmp_path: Path):
     assert path.split(os.pathsep)[:2] == [str(ROOT), str(ROOT / "packages/verl-cpu")]
 
 
-def test_the_callers_path_reaches_the_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_callers_path_reaches_the_example(tmp_path, monkeypatch):
     # It writes its path down, and fails.
     python = in_place_of_python(tmp_path, f'echo "$PYTHONPATH" > {tmp_path}/path; exit 3')
     monkeypatch.setattr(sys, "executable", str(python))
@@ -201,9 +197,7 @@ def test_the_callers_path_reaches_the_example(
     assert "failed: grail: the run ends well (exit status 3)" in checked.path.read_text()
 
 
-def test_log_probabilities_rounded_to_bfloat16_are_found(
-    monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_log_probabilities_rounded_to_bfloat16_are_found(monkeypatch, capsys):
     """As verl's own are without flash-attn. The remedy is named, and the other checks still run."""
     from verl.utils import torch_functional
 
@@ -225,9 +219,7 @@ def test_log_probabilities_rounded_to_bfloat16_are_found(
     assert "VERL_DISABLE_FLASH_ATTN_CE=1" in results[1][2]
 
 
-def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(tmp_path, monkeypatch):
     # The script asks the interpreter for verl first.
     monkeypatch.setattr(sys, "executable", "/bin/false")
     launch.rehearse(checked := outcome(tmp_path), "cpu", tmp_path / "launch")
@@ -236,9 +228,7 @@ def test_a_launch_that_ends_at_once_is_a_failure_with_its_log(
     assert "/bin/false has no verl" in (tmp_path / "launch/killed.log").read_text()
 
 
-def test_two_million_bfloat16_rows_go_through_in_few_calls(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_two_million_bfloat16_rows_go_through_in_few_calls(monkeypatch):
     """By the name under which verl's engine calls it, without flash-attn; verl's own way, a call a row, takes minutes."""
     from verl.utils import torch_functional
     from verl.workers.engine.fsdp import transformer_impl

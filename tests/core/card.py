@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,10 +20,10 @@ from torch.utils.backend_registration import (
 
 
 class _Module(_DummyBackendModule):
-    def get_rng_state(self, device: Any = None) -> Tensor:
+    def get_rng_state(self, device=None) -> Tensor:
         return torch.zeros(0)
 
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+    def set_rng_state(self, state: Tensor, device=None):
         pass
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -39,7 +38,7 @@ COPIES = ("aten._to_copy", "aten.copy_")
 """From device to device."""
 
 
-def _run(_owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _run(_owner, func, types, args=(), kwargs=None):
     """An operation on tensors of the card or of the CPU."""
     kwargs = dict(kwargs or {})
     name = str(func)
@@ -68,7 +67,7 @@ def _run(_owner: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     # An operation in place gives its argument.
     same = {id(value.of_cpu): value for value in tensors if isinstance(value, OnCard)}
 
-    def to_card(value: Tensor) -> OnCard:
+    def to_card(value):
         if value.dtype == torch.float64:
             raise TypeError(f"{name}: {DEVICE} has no float64")
         return same[id(value)] if id(value) in same else OnCard(value)
@@ -90,10 +89,10 @@ class OnCard(Tensor):
         tensor.of_cpu = inner
         return tensor
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_) -> str:
         return f"OnCard({self.of_cpu})"
 
-    def tolist(self) -> Any:
+    def tolist(self):
         return self.of_cpu.tolist()
 
     __torch_dispatch__ = classmethod(_run)
@@ -107,13 +106,11 @@ class _Card(TorchDispatchMode):
 def card() -> Iterator[torch.device]:
     """Within, tensors can be made on the device and moved there."""
 
-    def tensor(
-        data: Any, *, device: Any = None, make: Any = torch.tensor, **options: Any
-    ) -> Tensor:
+    def tensor(data, *, device=None, make=torch.tensor, **options):
         result = make(data, **options)
         return result if device is None else result.to(device)
 
-    def generator(device: Any = "cpu", make: Any = torch.Generator) -> torch.Generator:
+    def generator(device="cpu", make=torch.Generator):
         return make("cpu")
 
     with (

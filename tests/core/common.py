@@ -35,7 +35,7 @@ def rollouts_of(
     advantages: Sequence[float] | Tensor,
     trained: Sequence[Sequence[bool]] | Tensor | None = None,
     spans: Sequence[Any] | None = None,
-    **parts: Any,
+    **parts,
 ) -> Rollouts:
     """Responses of these token ids after a prompt of one token, with answers where they are given."""
     mask = torch.zeros(
@@ -60,7 +60,7 @@ def rollouts_of(
 class Given:
     """A host whose pass gives these numbers, (B, T), and that has no columns."""
 
-    def __init__(self, of_pass: Tensor | None = None) -> None:
+    def __init__(self, of_pass: Tensor | None = None):
         self.of_pass = of_pass
 
     def columns(
@@ -114,7 +114,7 @@ def watch_inputs(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
     """Collect the shape of what each call of the module takes in."""
     shapes: list[tuple[int, ...]] = []
 
-    def note(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def note(_module, args, kwargs):
         shapes.append(tuple((args[0] if args else next(iter(kwargs.values()))).shape))
 
     handle = module.register_forward_pre_hook(note, with_kwargs=True)

@@ -36,7 +36,7 @@ class Row:
     trained: Sequence[bool] = field(default=())
     """By default every token trains."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         length = max(len(self.log_probs), len(self.entropies))
         self.log_probs = list(self.log_probs) or [-1.0] * length
         self.entropies = list(self.entropies) or [1.0] * length
@@ -79,7 +79,7 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
     return rows
 
 
-def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
+def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts) -> Rollouts:
     """The responses side by side, padded on the right, with NaN wherever no token trains."""
     width = max((len(row.trained) for row in rows), default=0) + extra
     masks = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -98,7 +98,7 @@ def batch_of(rows: Sequence[Row], *, extra: int = 0, **parts: Any) -> Rollouts:
     )
 
 
-def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> Weights:
+def weights_of(method: Method, rows: Sequence[Row], **parts) -> Weights:
     """The package's weights of each response's tokens."""
     weights = weighed(method, batch_of(rows, **parts)).weights
     return [weights[index, : len(row.trained)].tolist() for index, row in enumerate(rows)]
@@ -107,8 +107,8 @@ def weights_of(method: Method, rows: Sequence[Row], **parts: Any) -> Weights:
 def close(
     got: Sequence[Sequence[float]],
     expected: Sequence[Sequence[float]],
-    tolerance: float = 1e-6,
-) -> None:
+    tolerance: float = 1e-06,
+):
     """Row by row, so that a failure names the response."""
     for index, (values, desired) in enumerate(zip(got, expected, strict=True)):
         assert values == pytest.approx(desired, rel=tolerance, abs=tolerance), (
@@ -229,7 +229,7 @@ def through_map(
     gate: str,
     statistics: str,
     normalize_mass: bool = False,
-    **options: Any,
+    **options,
 ) -> Weights:
     """A score for each token, a map, a gate and a statistics set."""
     all_weights = []
@@ -300,7 +300,7 @@ def entropy_bonus(
 ) -> Weights:
     """(A + min(alpha H, |A| / kappa)) / A."""
 
-    def of_token(row: Row, index: int) -> float:
+    def of_token(row, index):
         # At most |A| / kappa, so that the sign stays.
         bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
         return (row.advantage + bonus) / row.advantage
@@ -361,7 +361,7 @@ def polarity(
 ) -> Weights:
     """A weight for each sign, for each token or shared by the response's tokens."""
 
-    def of_token(row: Row, _: int) -> float:
+    def of_token(row, _):
         sign, weight = ("right", right) if row.advantage > 0 else ("wrong", wrong)
         return (
             weight / len(row.tokens) if spread and spread_over in (sign, "both") else weight
@@ -378,7 +378,7 @@ def steer(
 ) -> Weights:
     """Linear in |A (1 - p) (log p + H)| between the batch's extremes."""
 
-    def change(row: Row, index: int) -> float:
+    def change(row, index):
         log_p = min(0.0, row.log_probs[index])
         entropy_ = max(0.0, row.entropies[index])
         return abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
@@ -388,7 +388,7 @@ def steer(
     if len(set(changes)) < 2:
         return [row.ones() for row in rows]
 
-    def weight(row: Row, index: int) -> float:
+    def weight(row, index):
         # Exactly 1 for the largest, whose weight may be 0.
         share = (change(row, index) - min(changes)) / (max(changes) - min(changes))
         return highest + (lowest - highest) * share

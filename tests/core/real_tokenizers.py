@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """The word splitting of both; Qwen takes digits one by one, Llama 3 up to three at a time."""
-TOKENS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+TOKENS = json.loads(Path(__file__).with_suffix(".json").read_text())
 """In the order of their ids; ``llama3_special`` without the reserved ones at its end, ``qwen3_text`` being no special ones."""
 QWEN_TEXT = TOKENS["qwen3_text"]
 

@@ -23,7 +23,7 @@ Prepare = Callable[[Rollout, torch.Generator], Rollout]
 LOSS = replace(TOKEN_MEAN, norm=float(T))
 
 
-def put(**fields: Any) -> Change:
+def put(**fields) -> Change:
     """Another value of a micro-batch's fields, or a function of it."""
     return partial(changed, **fields)
 
@@ -38,7 +38,7 @@ def rolled(*columns: str, by: int = 1) -> Change:
     # The first position, or the last, has no neighbour on that side.
     is_inside = (torch.arange(T) > 0) if by > 0 else (torch.arange(T) < T - 1)
 
-    def change(m: MicroBatch) -> MicroBatch:
+    def change(m):
         # What comes in from the other end is 0.
         moved = {
             name: torch.where(is_inside, getattr(m, name).roll(by, 1), 0)
@@ -120,7 +120,7 @@ def detached(m: MicroBatch) -> MicroBatch:
 def temperatures(policy: float, old: float, scale: float = 1.0) -> Prepare:
     """Of the policy's log-probabilities and of the old ones, which are divided by the scale."""
 
-    def prepared(loop: Rollout, draw: torch.Generator) -> Rollout:
+    def prepared(loop, draw):
         # Of twenty tokens the first was sampled.
         logits = torch.randn(B, T, 20, generator=draw) * 2
         policy_BT, old_BT = ((logits / t).log_softmax(-1)[..., 0] for t in (policy, old))
@@ -299,8 +299,8 @@ def looped(
     dtype: torch.dtype = torch.float32,
     kl: bool = False,
     aggregation: str = LOSS.aggregation,
-    **setting: Any,
-) -> Any:
+    **setting,
+):
     """The loop's batch, its loss as declared, and what it measured."""
     options = {"ties": bool(seed % 2)} | setting
     loop = receipt_loop.rollout(seed, responses=B, tokens=T, **options)
@@ -311,7 +311,7 @@ def looped(
     loop = Rollout(batch, loop.policy_UBT.to(dtype), loop.plan)
     loop = prepare(loop, torch.Generator().manual_seed(seed))
 
-    def loss(m: MicroBatch) -> Tensor:
+    def loss(m):
         responses = len(m.step_rows) / m.batch.ranks
         divisors = {
             "token-mean": counted_BT[m.step_rows].sum() / m.batch.ranks,

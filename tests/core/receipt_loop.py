@@ -115,7 +115,7 @@ def rollout(
     return Rollout(batch, policy, plan)
 
 
-def changed(m: MicroBatch, **changes: Any) -> MicroBatch:
+def changed(m: MicroBatch, **changes) -> MicroBatch:
     """With other fields: values, or functions of the micro-batch."""
     values = {
         name: change(m) if callable(change) else change for name, change in changes.items()
@@ -123,7 +123,7 @@ def changed(m: MicroBatch, **changes: Any) -> MicroBatch:
     return replace(m, **values)
 
 
-def ppo(micro: MicroBatch, **changes: Any) -> Tensor:
+def ppo(micro: MicroBatch, **changes) -> Tensor:
     """PPO's clipped loss of a micro-batch, by its formula, with changed fields."""
     m = changed(micro, **changes)
     ratio = (m.log_probs - m.old).exp()
@@ -179,7 +179,7 @@ def totals_of(loop: Rollout) -> Tensor:
     )
 
 
-def receipt_of(loop: Rollout, declared: Loss = TOKEN_MEAN, **changes: Any) -> Receipt:
+def receipt_of(loop: Rollout, declared: Loss = TOKEN_MEAN, **changes) -> Receipt:
     """Of a loop with PPO's loss and changed fields, held against declared settings."""
     return check(loop.batch, declared, train(loop, lambda micro: ppo(micro, **changes)))
 

@@ -103,7 +103,7 @@ def boxed_spans(text: str) -> list[Span]:
 class PlainModel:
     """A float64 copy of a model in evaluation mode, and the position scores that were computed with it so far."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module):
         self.model = copy.deepcopy(model).double().eval()
         # Transformers puts the normed output into hidden_states[n]; with the norm in the head it is the last block's own.
         self.model.lm_head = torch.nn.Sequential(self.model.model.norm, self.model.lm_head)

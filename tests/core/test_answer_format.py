@@ -4,9 +4,7 @@ expression has one second of its own; runs whose responses have no answers stop,
 import itertools
 import logging
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import regex
@@ -39,7 +37,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("answer", PLAIN)
-def test_every_short_text(answer: str):
+def test_every_short_text(answer):
     for length in range(6):
         for units in itertools.product(UNITS[answer], repeat=length):
             text = b"".join(units)
@@ -93,9 +91,7 @@ ENDLESS = (
 
 
 @pytest.mark.parametrize(("expression", "text"), ENDLESS)
-def test_what_takes_long_has_no_matches(
-    expression: str, text: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_takes_long_has_no_matches(expression, text, monkeypatch):
     monkeypatch.setattr(expressions, "SECONDS", 0.1)
     assert find_matches(regex.compile(expression), text) is None
     assert list(answer_format(expression).find(text.encode())) == []
@@ -113,13 +109,13 @@ def test_what_takes_long_has_no_matches(
     ],
 )
 def test_the_second_is_of_the_clock_and_not_of_other_threads(
-    needs: float, seconds: float, has_time: bool, monkeypatch: pytest.MonkeyPatch
+    needs, seconds, has_time, monkeypatch
 ):
     """An expression needs so much of regex's clock, of which one second passes in so many by the wall clock."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
-    def finditer(text: str, timeout: float) -> Iterator[str]:
+    def finditer(text, timeout):
         # The wall clock passes as far as the expression needs, or as the limit lets it.
         clock[0] += min(needs, timeout) * seconds
         if timeout < needs:
@@ -135,17 +131,14 @@ BOX = r"so \boxed{42}"
 NONE = "so 42"
 
 
-def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
+def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed"):
     ids = list(map(encode, texts))
     form = answer_format(answer)
     watch.look(rollouts_of(ids, [0.0] * len(ids), known_spans={}, answer=form))
 
 
 def watch(
-    choice: str = "stop",
-    method: Method | None = None,
-    answer: str = "boxed",
-    **options: Any,
+    choice: str = "stop", method: Method | None = None, answer: str = "boxed", **options
 ) -> AnswerCheck:
     return AnswerCheck(method or Grail(), answer_format(answer), choice, "here.", **options)
 
@@ -172,7 +165,7 @@ def test_a_first_batch_without_answers_stops():
         looked(watch(total=lambda counts: [counts[0], 64]), [NONE] * 8)
 
 
-def test_a_low_share_is_warned_of_once(caplog: pytest.LogCaptureFixture):
+def test_a_low_share_is_warned_of_once(caplog):
     """A fifth is not low, and a method that reads no answer needs none."""
     for check, first, warnings in (
         # One of ten is low; one of five is not.

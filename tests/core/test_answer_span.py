@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from verl_cpu.tiny.shipped import load_shipped
 
 
 def is_plain_span(
-    tokenizer: Any,
+    tokenizer,
     ids: list[int],
     which: str,
     bytes_of: Mapping[int, bytes],
@@ -56,7 +55,7 @@ def is_plain_span(
     return True
 
 
-def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedTokenizerFast:
+def word_tokenizer(words: Iterable[str], decoder=None) -> PreTrainedTokenizerFast:
     """A vocabulary of the given words, ids in their order, after <unk> = 0 and <eos> = 1."""
     vocabulary = {
         word: i for i, word in enumerate(dict.fromkeys(["<unk>", "<eos>", *words]))
@@ -75,7 +74,7 @@ BY_HAND = read_lines("spans.jsonl")
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.Fuse()], ids=["no decoder", "fuse"])
-def test_spans_by_hand(decoder: Any):
+def test_spans_by_hand(decoder):
     assert len(BY_HAND) == 28
     for case in BY_HAND:
         tokenizer = word_tokenizer(case["tokens"], decoder)
@@ -126,9 +125,7 @@ def test_each_tokenizer_has_its_own_table():
 
 
 @pytest.fixture(scope="module", params=["qwen", "llama3"])
-def real_vocabulary(
-    request: pytest.FixtureRequest,
-) -> tuple[PreTrainedTokenizerFast, dict[int, bytes]]:
+def real_vocabulary(request) -> tuple[PreTrainedTokenizerFast, dict[int, bytes]]:
     """A real tokenizer, and its token bytes read from the vocabulary file itself."""
     if request.param == "qwen":
         tokenizer = real.qwen_tokenizer()
@@ -141,7 +138,7 @@ def real_vocabulary(
 
 
 @pytest.mark.slow
-def test_real_token_bytes(real_vocabulary: tuple):
+def test_real_token_bytes(real_vocabulary):
     tokenizer, vocabulary = real_vocabulary
     assert len(tokenizer) in (151_669, 128_256)
     assert token_bytes(tokenizer) == {
@@ -190,9 +187,7 @@ def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", PLAIN)
-def test_real_vocabulary_text_encoded_and_split_anywhere(
-    real_vocabulary: tuple, answer: str
-):
+def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary, answer):
     tokenizer, vocabulary = real_vocabulary
     token_of = {text: token for token, text in vocabulary.items()}
     size = len(tokenizer)
@@ -217,7 +212,7 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sentencepiece_vocabulary(kind: Any):
+def test_sentencepiece_vocabulary(kind):
     tokenizer = real.sentencepiece_tokenizer(kind)
     bytes_of = token_bytes(tokenizer)
     pieces = [
@@ -282,9 +277,7 @@ def test_a_shared_character_is_the_text_of_its_last_token():
 
 
 @pytest.mark.slow
-def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(
-    real_vocabulary: tuple,
-):
+def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(real_vocabulary):
     tokenizer, vocabulary = real_vocabulary
     texts = TokenTexts(tokenizer)
     text = "So 7€ = 👨‍👩‍👧 and \\boxed{\\text{naïve}}\n\n  zero\u200bwidth"
@@ -309,9 +302,7 @@ def test_texts_of_tokens_joined_are_what_the_tokenizer_decodes(
     )
 
 
-def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused(
-    tmp_path: Path,
-):
+def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused(tmp_path):
     meant = build_tokenizer()
     tokenizer = load_tokenizer(save_as_llamas(meant, tmp_path))
     for text in ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$."):
@@ -330,7 +321,7 @@ def test_a_tokenizer_is_read_as_it_is_meant_and_damage_that_was_saved_is_refused
         load_tokenizer(tmp_path)
 
 
-def test_a_mistral_folder_is_read_by_its_tokenizer_json(tmp_path: Path):
+def test_a_mistral_folder_is_read_by_its_tokenizer_json(tmp_path):
     """Also beside the ``tekken.json`` that mistral_common, which vLLM brings, would take: its tokens have no bytes."""
     data = Path(str(files("mistral_common"))) / "data"
     _, meant = load_shipped()

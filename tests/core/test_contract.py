@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -78,7 +77,7 @@ weighing = pytest.mark.parametrize(
 ASKED = example("How many?", "4")
 
 
-def method_of(name: str, **options: Any) -> Method:
+def method_of(name: str, **options) -> Method:
     return build(name, OPTIONS.get(name, {}) | options)
 
 
@@ -114,7 +113,7 @@ def case(
     )
 
 
-def run(name: str, r: Rollouts, **options: Any) -> Weighed:
+def run(name: str, r: Rollouts, **options) -> Weighed:
     w = weighed(method_of(name, **options), r, r.columns[PASS])
     assert all(math.isfinite(value) for value in w.metrics.values()), w.metrics
     # Token advantages have no mean weight.
@@ -137,7 +136,7 @@ def sources(name: str) -> list[str]:
 
 
 @every_method
-def test_says_what_it_is_and_keeps_nothing(name: str):
+def test_says_what_it_is_and_keeps_nothing(name):
     method = build(name)
     assert (
         method.name == name
@@ -155,7 +154,7 @@ def test_says_what_it_is_and_keeps_nothing(name: str):
 
 
 @every_method
-def test_order_empty_responses_padding_and_shares_change_nothing(name: str):
+def test_order_empty_responses_padding_and_shares_change_nothing(name):
     """A masked response trains nothing, and batches without a token have no figures."""
     batch = case(12, gap=True)
     apart = name not in COMPARES_ROWS | {"steer"}
@@ -189,7 +188,7 @@ def runs_of(values: list[float], places: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "name", [name for name in METHODS if "control" in methods()[name].model_fields]
 )
-def test_the_shuffled_control_has_the_same_values_on_other_tokens(name: str):
+def test_the_shuffled_control_has_the_same_values_on_other_tokens(name):
     """Of each response, and of advantages those of whole steps; before the answer, which begins at token 4, where they read
     it. By the step and its tokens alone: other keys and places, as each start has them, move nothing."""
     batch = case(12, tokens=16, gap=True)
@@ -230,7 +229,7 @@ def test_the_shuffled_control_has_the_same_values_on_other_tokens(name: str):
 @pytest.mark.parametrize(
     "name", [name for name in METHODS if "normalize_mass" in methods()[name].model_fields]
 )
-def test_the_mass_is_restored(name: str):
+def test_the_mass_is_restored(name):
     batch = case(12, gap=True)
     w = run(name, batch, normalize_mass=True)
     restored = w.selected & (w.weights.sum(dim=1) > 0)
@@ -239,9 +238,7 @@ def test_the_mass_is_restored(name: str):
 
 
 @weighing
-def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
-    name: str,
-):
+def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(name):
     plain = case()
     # A response that needs scores, as others notice nothing of the rest.
     bad = int(run(name, plain).selected.int().argmax())
@@ -265,7 +262,7 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
 
 
 @weighing
-def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name: str):
+def test_an_advantage_that_is_not_finite_or_too_large_counts_as_none(name):
     """In any precision; 1e19 is an infinity in half of it."""
 
     def with_first(value: float, dtype: torch.dtype = torch.float32) -> Weighed:
@@ -299,7 +296,7 @@ EXTREMES = {
 
 
 @weighing
-def test_numbers_that_under_and_overflow(name: str):
+def test_numbers_that_under_and_overflow(name):
     """Every weight is finite, as :func:`weighed` checks; what is finite in float32 is a number and no fault."""
     r = case()
     for extreme, change in EXTREMES.items():
@@ -327,7 +324,7 @@ OTHERS = [
 
 
 @weighing
-def test_nan_logits_in_one_row(name: str):
+def test_nan_logits_in_one_row(name):
     """Of a prompt with two more responses, so that a method that compares the responses of a prompt has others to compare."""
     # Untied, so that one broken embedding touches only the responses that read it
     model = tiny_model(layers=2)
@@ -407,7 +404,7 @@ def test_what_cannot_be_registered_is_refused():
 
 
 @pytest.mark.parametrize("name", [*METHODS, *MAPS])
-def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str):
+def test_values_of_another_kind_and_outside_the_bounds_are_refused(name):
     cls = maps.MAPS[name].options if name in maps.MAPS else methods()[name]
     fixed = {} if name in maps.MAPS else cls.names[name]
     for option, schema in cls.model_json_schema()["properties"].items():
@@ -427,7 +424,7 @@ def test_values_of_another_kind_and_outside_the_bounds_are_refused(name: str):
 
 
 @pytest.mark.slow
-def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path: Path):
+def test_plugins_that_fail_are_named_and_stop_no_other(tmp_path):
     """And naming the methods imports no model code."""
     mine = "from grail_advantage import Method, register\n\n@register('grail')\nclass Mine(Method):\n    pass\n"
     third = mine.replace("grail')", "mine')")
@@ -481,9 +478,7 @@ class EntropyDrop(Mapped):
 """
 
 
-def test_a_method_of_ones_own_is_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_method_of_ones_own_is_checked(tmp_path, capsys):
     """A shift that reads beyond the response is told; with another value there it is none."""
     file = tmp_path / "mine.py"
     for last, status, words in (

@@ -71,7 +71,7 @@ def batches() -> list[Rollouts]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_weighs_the_same(name: str):
+def test_every_method_weighs_the_same(name):
     options = [{"control": "shuffled"}, {"normalize_mass": True}]
     options += [{"reshaper": reshaper} for reshaper in MAPS]
     fields = methods()[name].model_fields
@@ -88,7 +88,7 @@ def test_every_method_weighs_the_same(name: str):
 
 
 @pytest.mark.parametrize("name", WITH_A_PASS)
-def test_a_pass_scores_the_same(name: str):
+def test_a_pass_scores_the_same(name):
     """Through the door for padded tensors; the model was made before. A model's own forward need not know such a device."""
     columns = {"old_log_probs": None, "entropy": None}
     arguments = valid_weights() | columns | {"config": build(name)}
@@ -101,7 +101,7 @@ def test_a_pass_scores_the_same(name: str):
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_a_receipt_is_the_same(name: str):
+def test_a_receipt_is_the_same(name):
     """Of a clean loop, and of one with a fault that a search has to explain; rows may be a list."""
     batch = rollout(5, epochs=2, ranks=2, weights=True)
     # Weights of 1, and four times the loss.

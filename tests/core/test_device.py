@@ -6,7 +6,6 @@ import contextlib
 import sys
 import traceback
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -29,7 +28,7 @@ CLOSE = {"oar_g": 1e-3, "oar_p": 1e-4, "turning_points": 0.05}
 """Of the largest value, else 1e-5: differences of readings that are nearly the same have fewer digits."""
 
 
-def check(name: str, **columns: Any) -> None:
+def check(name: str, **columns):
     """The results are those of the CPU, and lie where the ids do."""
     from tests.core import card
 

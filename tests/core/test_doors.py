@@ -137,7 +137,7 @@ SAME_WEIGHTS = {
 }
 
 
-def same_weights(result: Any, expected: Any) -> None:
+def same_weights(result, expected):
     for name in ("weights", "advantages"):
         assert_close(getattr(result, name), getattr(expected, name), rtol=2e-3, atol=2e-3)
 
@@ -208,7 +208,7 @@ SAME_RECEIPT = {
 }
 
 
-def same_receipt(receipt: Any, expected: Any) -> None:
+def same_receipt(receipt, expected):
     # Another layout is no fault of the loop.
     assert receipt.ok, receipt.findings
     assert_close(receipt.received_BT, expected.received_BT, equal_nan=True)
@@ -253,7 +253,7 @@ DOORS = {
 SAME = [("weights", SAME_WEIGHTS, same_weights), ("receipt", SAME_RECEIPT, same_receipt)]
 
 
-def with_change(value: Any, place: Sequence[str], change: Any) -> Any:
+def with_change(value, place: Sequence[str], change):
     """The value with a change of what is at this place: a key, an attribute, or an attribute of the first of a list."""
     if not place:
         is_function = isinstance(change, FunctionType | MethodDescriptorType)
@@ -269,7 +269,7 @@ def with_change(value: Any, place: Sequence[str], change: Any) -> Any:
 @pytest.mark.parametrize(
     ("door", "place"), [(door, place) for door in DOORS for place in DOORS[door][2]]
 )
-def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: str):
+def test_each_mistake_is_refused_by_the_name_of_its_argument(door, place):
     call, valid, mistakes = DOORS[door]
     for mistake in mistakes[place]:
         with pytest.raises(ValueError, match=place.split(".")[-1]):
@@ -277,9 +277,7 @@ def test_each_mistake_is_refused_by_the_name_of_its_argument(door: str, place: s
 
 
 @pytest.mark.parametrize(("door", "changes", "same"), SAME)
-def test_other_layouts_and_dtypes_change_nothing(
-    door: str, changes: Mistakes, same: Callable[..., None]
-):
+def test_other_layouts_and_dtypes_change_nothing(door, changes, same):
     call, valid, _ = DOORS[door]
     expected = call(**valid())
     for place, of_place in changes.items():
@@ -310,7 +308,7 @@ def test_a_response_without_a_token_before_it_is_refused():
 
 
 @pytest.mark.parametrize("name", ["turn_rloo", "gigpo", "step_values", "shear", "rlsd"])
-def test_what_a_method_reads_is_asked_for(name: str):
+def test_what_a_method_reads_is_asked_for(name):
     config = build(name)
     arguments = valid_weights() | {"config": config, "fields": {"tool_rewards": [[]] * 3}}
     # Of the fields it reads tool_rewards.
@@ -342,7 +340,7 @@ def with_logits(change: Callable[[Tensor], Tensor], prepended: int = 0) -> nn.Mo
     front = torch.randn(1, prepended, 16, generator=torch.Generator().manual_seed(0))
     inner = model.forward
 
-    def forward(input_ids: Tensor, **_: Any) -> Any:
+    def forward(input_ids, **_):
         vectors = model.get_input_embeddings()(input_ids)
         vectors = torch.cat([front.expand(len(vectors), -1, -1), vectors], dim=1)
         output = inner(inputs_embeds=vectors)
@@ -366,14 +364,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_with_other_positions_is_refused(kind: str):
+def test_a_model_with_other_positions_is_refused(kind):
     model = REFUSED[kind]()
     for method in PASSES:
         with pytest.raises(ValueError):
             compute(model, RIGHT, method)
 
 
-def surprisal(model: nn.Module, temperature: float = 1.0) -> Any:
+def surprisal(model: nn.Module, temperature: float = 1.0):
     """From the model, as the entropies: both are compared with those of all logits."""
     right = ROLLOUTS["right"]
     log_probs, entropies = plain_columns(

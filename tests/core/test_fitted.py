@@ -97,7 +97,7 @@ def test_steps_unlike_those_of_the_fit_are_counted():
     assert rates == [0, pytest.approx(1 / 6)]
 
 
-def test_a_file_that_is_none_of_the_fit_is_refused(tmp_path: Path):
+def test_a_file_that_is_none_of_the_fit_is_refused(tmp_path):
     # None at all.
     with pytest.raises(ValueError, match="write one with python -m bench fit"):
         weigh(-0.1)

@@ -4,7 +4,6 @@ the model, also when it breaks or runs inside ``no_grad``."""
 import contextlib
 import itertools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grail_advantage import Grail, Method, Oar
+from grail_advantage import Grail, Oar
 from grail_advantage.model import hooks
 from tests.core.tiny_models import (
     ROLLOUTS,
@@ -52,7 +51,7 @@ def test_logits_of_half_precision_are_divided_in_float32():
 
 
 @pytest.mark.parametrize("together", [1, 1024])
-def test_log_probs_and_entropies_by_hand(together: int, monkeypatch: pytest.MonkeyPatch):
+def test_log_probs_and_entropies_by_hand(together, monkeypatch):
     """A word that is ruled out adds nothing to the entropy, and a broken response stays broken."""
     monkeypatch.setattr(hooks, "TOGETHER", together)
     # Probabilities 1/4, 3/4, 0; then a third each; then none that is known.
@@ -84,9 +83,7 @@ def test_capture_replaces_the_first_of_a_tuple_by_a_leaf():
 
 
 @pytest.mark.parametrize("method", [Grail(preset="robust", gate="all"), Oar()])
-def test_a_pass_keeps_nothing_for_gradients_of_parameters(
-    method: Method, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_pass_keeps_nothing_for_gradients_of_parameters(method, monkeypatch):
     """Its scores are those of a pass that could give them, bit for bit; afterwards the same parameters train as before."""
     model = tiny_model()
     batch = make_batch(ROLLOUTS.values())
@@ -94,10 +91,10 @@ def test_a_pass_keeps_nothing_for_gradients_of_parameters(
     # Frozen parameters stay frozen, others train on.
     trains = [parameter.requires_grad for parameter in model.parameters()]
 
-    def run() -> tuple[Tensor, int]:
+    def run():
         sizes = []
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor):
             sizes.append(tensor.numel())
             return tensor
 
@@ -124,7 +121,7 @@ class DropsOutByItself(GradientCheckpointingLayer):
 
 
 @pytest.mark.parametrize("configured", [False, True])
-def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool):
+def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured):
     block = DropsOutByItself().train()
     block.gradient_checkpointing = configured
     leaf = torch.arange(8.0).requires_grad_()
@@ -175,19 +172,19 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def fail(*_: Any) -> None:
+def fail(*_):
     raise RuntimeError("broken on purpose")
 
 
-def fail_at(module: nn.Module, call: int = 1) -> Any:
+def fail_at(module: nn.Module, call: int = 1):
     calls = itertools.count(1)
     return module.register_forward_pre_hook(
         lambda *_: fail() if next(calls) == call else None
     )
 
 
-def fail_in_backward(module: nn.Module) -> Any:
-    def attach(_module: nn.Module, _args: tuple, output: Tensor) -> None:
+def fail_in_backward(module: nn.Module):
+    def attach(_module, _args, output):
         if output.requires_grad:
             output.register_hook(fail)
 
@@ -216,7 +213,7 @@ CASES = [
 ]
 
 
-def model_that_was(start: str) -> Any:
+def model_that_was(start: str):
     """In a mode of training, some of its parameters frozen (of one in evaluation mode all), some with gradients."""
     # Half of the attention would be dropped, were it in training mode.
     model = tiny_model(attention_dropout=0.5).train(start != "eval")
@@ -235,7 +232,7 @@ def model_that_was(start: str) -> Any:
 
 
 @pytest.mark.parametrize(("what", "start", "context"), CASES)
-def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]):
+def test_nothing_is_left(what, start, context):
     """And what nothing breaks gives the weights of a model in evaluation mode: no dropout either."""
     for name in METHODS:
         model = model_that_was(start)
@@ -254,7 +251,7 @@ def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]):
             assert state_of(model) == state_then, name
 
 
-def with_activated_adapter(*, checkpointing: bool) -> Any:
+def with_activated_adapter(*, checkpointing: bool):
     """In training, after two steps. The adapter works from the question mark in a row on."""
     torch.manual_seed(0)
     config = LoraConfig(
@@ -274,7 +271,7 @@ def with_activated_adapter(*, checkpointing: bool) -> Any:
     return model
 
 
-def training_step(model: Any) -> list[list[float]]:
+def training_step(model) -> list[list[float]]:
     """Gradients of the adapter."""
     model.zero_grad()
     logits = model(input_ids=BATCH.input_ids, attention_mask=BATCH.attention_mask).logits
@@ -286,7 +283,7 @@ def training_step(model: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize("call", [0, 1, 4, 7])
 @pytest.mark.parametrize("name", METHODS)
-def test_an_activated_adapter_is_as_before(name: str, call: int):
+def test_an_activated_adapter_is_as_before(name, call):
     """PEFT puts hooks on checkpointed blocks in a forward, and takes them off in its backward. So a pass leaves none, also
     where a forward breaks in a block, and training goes on as without it."""
     plain = with_activated_adapter(checkpointing=False)

@@ -64,11 +64,11 @@ def plainly(w: Weighed, norms: list[float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("level", [1.0, 300.0])
-def test_figures_token_by_token(level: float):
+def test_figures_token_by_token(level):
     """Responses of all lengths, with gaps and without a token, to 12 digits."""
     generator = torch.Generator().manual_seed(7)
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def drawn(*shape):
         return torch.rand(shape, generator=generator) > 0.5
 
     mask = (torch.arange(47) < torch.randint(0, 48, (23, 1), generator=generator)) & drawn(

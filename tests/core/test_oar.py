@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import math
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -144,17 +143,13 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 
 
 
 @cache
-def subject(family: str = "qwen3", windowed: bool = False) -> Any:
+def subject(family: str = "qwen3", windowed: bool = False):
     """A float64 model that no test may change."""
     return tiny_model(family, layers=2, **(WINDOW if windowed else {})).double()
 
 
 def assert_matches(
-    model: nn.Module,
-    rollouts: list[Rollout],
-    method: str,
-    padding: str = "both",
-    **options: Any,
+    model: nn.Module, rollouts: list[Rollout], method: str, padding: str = "both", **options
 ) -> TokenWeights:
     """Weights, and in the responses that need them scores, are those of the plain computation.
 
@@ -215,7 +210,7 @@ FEW_ROLLOUTS = rollouts_named(
     st.sampled_from(["qwen3", "llama"]),
     st.sampled_from(["both", "left", "right"]),
 )
-def test_any_options(method: str, options: dict, family: str, padding: str):
+def test_any_options(method, options, family, padding):
     """Responses of either sign get weights; the keys and values that fell out of an attention window are not shared."""
     windowed = family == "qwen3" and method == "perturbation" and padding != "right"
     rollouts = [*FEW_ROLLOUTS, dataclasses.replace(FEW_ROLLOUTS[0], advantage=0.0)]
@@ -225,7 +220,7 @@ def test_any_options(method: str, options: dict, family: str, padding: str):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_kind_of_rollout(method: str, variant: str):
+def test_every_kind_of_rollout(method, variant):
     got = assert_matches(subject(), list(ROLLOUTS.values()), method, variant=variant)
     is_port = (method, variant) == ("gradient", "grail_port")
     assert got.stats["answer_found_rate"] == 10 / 12

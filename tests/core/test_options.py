@@ -50,7 +50,7 @@ def batch() -> Rollouts:
 
 
 @cache
-def model() -> Any:
+def model():
     return tiny_model(layers=3)
 
 
@@ -175,7 +175,7 @@ def built(name: str, options: Options) -> BaseMethod | None:
         return None
 
 
-def is_seen(name: str, option: str, value: Any, context: Options) -> bool:
+def is_seen(name: str, option: str, value, context: Options) -> bool:
     """Whether a value changes a number beside these options, is refused, or is the default."""
     plain = built(name, context)
     changed = built(name, context | {option: value})
@@ -185,7 +185,7 @@ def is_seen(name: str, option: str, value: Any, context: Options) -> bool:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_value_changes_a_number_or_is_refused(name: str):
+def test_every_value_changes_a_number_or_is_refused(name):
     idle = []
     for option, value in options_of(name):
         # One context in which it does something is enough.
@@ -223,7 +223,7 @@ def with_responses(responses: list[torch.Tensor]) -> Rollouts:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_value_ends_an_odd_batch(name: str):
+def test_no_value_ends_an_odd_batch(name):
     for number, r in enumerate(odd_batches()):
         for option, value in options_of(name):
             context = CONTEXTS.get(option, [{}])[-1]
@@ -239,9 +239,7 @@ def test_no_value_ends_an_odd_batch(name: str):
             assert is_finite, (number, option, value)
 
 
-def test_an_option_of_the_other_method_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_an_option_of_the_other_method_is_warned_of(caplog):
     for name, option in OF_THE_OTHER:
         caplog.clear()
         build(name, {option: values_of(name, option)[-1]})
@@ -254,7 +252,7 @@ def test_an_option_of_the_other_method_is_warned_of(
 
 
 @pytest.mark.parametrize("name", ["uniform", "polarity"])
-def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name: str):
+def test_a_method_of_one_weight_a_response_has_no_control_and_no_mass(name):
     """Its control would be the method itself; with a restored mass it would be GRPO under its name."""
     # Not even at their defaults.
     for option in ({"control": "shuffled"}, {"normalize_mass": True}, {"control": "none"}):

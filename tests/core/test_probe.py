@@ -81,7 +81,7 @@ def truth(model: PreTrainedModel, layout: str) -> float:
     short_S = torch.arange(3, 13)
     long_S = torch.arange(5, 5 + LONGEST) % 60
 
-    def gradient(rows: list[Tensor], row: int) -> Tensor:
+    def gradient(rows, row):
         # As many micro-batches more or fewer came before, so that a draw is another one.
         torch.manual_seed(17 * len(rows))
         model.zero_grad()
@@ -106,7 +106,7 @@ def truth(model: PreTrainedModel, layout: str) -> float:
 @pytest.mark.parametrize(
     "name", sorted(FAMILIES.keys() - {"bloom", "gemma2", "lfm2", "llama, dynamic"})
 )
-def test_the_answer_is_the_truth(name: str):
+def test_the_answer_is_the_truth(name):
     for layout in WAYS:
         answer = finding(FAMILIES[name].build(), layout)
         exact = truth(FAMILIES[name].build(), layout)
@@ -123,7 +123,7 @@ def hook(name: str, work: Callable[[Tensor], Tensor]) -> Change:
     )
 
 
-def batch_statistics(model: PreTrainedModel) -> None:
+def batch_statistics(model: PreTrainedModel):
     model.statistics = nn.BatchNorm1d(model.config.hidden_size)
     hook(
         "model.norm", lambda x_BSD: model.statistics(x_BSD.transpose(1, 2)).transpose(1, 2)
@@ -145,7 +145,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_what_is_added_to_a_model_counts(name: str):
+def test_what_is_added_to_a_model_counts(name):
     model = FAMILIES["qwen3"].build()
     changed = ADDED[name](model)
     if isinstance(changed, nn.Module):
@@ -175,9 +175,7 @@ def test_the_probe_leaves_nothing_behind():
 class TF32(TorchDispatchMode):
     """Plays a device that multiplies with 10 bits of each factor."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(word in str(func) for word in ("mm", "attention")):
             args = tree_map_only(
                 Tensor,
@@ -187,13 +185,11 @@ class TF32(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def autocast(
-    module: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: bool
-) -> None:
+def autocast(module: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: bool):
     module.forward = torch.autocast("cpu", dtype, **options)(module.forward)
 
 
-def compiled(model: PreTrainedModel) -> None:
+def compiled(model: PreTrainedModel):
     autocast(model.model)
     model.compile(backend="eager", fullgraph=True)
 
@@ -201,7 +197,7 @@ def compiled(model: PreTrainedModel) -> None:
 AROUND = torch.autocast("cpu", torch.bfloat16)
 
 
-def unchanged(model: PreTrainedModel) -> None:
+def unchanged(model: PreTrainedModel):
     """The model stays as it is."""
 
 
@@ -226,7 +222,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_the_limit_is_that_of_what_is_computed(name: str):
+def test_the_limit_is_that_of_what_is_computed(name):
     model = FAMILIES["qwen3"].build()
     limit, change, around = PRECISIONS[name]
     change(model)
@@ -236,9 +232,7 @@ def test_the_limit_is_that_of_what_is_computed(name: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_tells_what_mixes_responses_from_rounding(
-    dtype: torch.dtype,
-):
+def test_half_precision_tells_what_mixes_responses_from_rounding(dtype):
     model = FAMILIES["qwen3"].build()
     batch_statistics(model)
     assert not finding(model.to(dtype), "padded").holds

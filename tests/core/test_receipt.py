@@ -22,7 +22,6 @@ from grail_advantage.receipt import (
     Finding,
     Loss,
     Piece,
-    Tokens,
     Watch,
     check,
     verl_loss,
@@ -40,7 +39,7 @@ from tests.core.receipt_loop import (
 )
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "receipt.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "receipt.md").read_text()
 
 
 def test_each_fault_of_history_is_seen_and_the_first_line_is_right():
@@ -76,9 +75,7 @@ def test_no_alarm_in_clean_loops():
     assert alarms == []
 
 
-def test_the_tables_of_the_page_are_what_the_command_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_tables_of_the_page_are_what_the_command_prints(tmp_path, capsys):
     sizes = {"responses": 64, "tokens": 200, "ties": True, "token_advantages": False}
     for place, receipt in enumerate(
         (
@@ -109,7 +106,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
         ('"token-mean"', '"token-sum"'),
     ],
 )
-def test_the_pages_own_test_passes_and_fails_with_each_fault(text: str, fault: str):
+def test_the_pages_own_test_passes_and_fails_with_each_fault(text, fault):
     """It runs as it stands; the absolute number alone sees a factor that the receipt's divisor shares."""
     (source,) = [code for code in SNIPPETS if "def test_" in code]
     scope: dict[str, Any] = {}
@@ -121,14 +118,14 @@ def test_the_pages_own_test_passes_and_fails_with_each_fault(text: str, fault: s
         scope["test_each_token_receives_its_advantage"]()
 
 
-def test_the_snippet_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_snippet_of_the_page_runs(tmp_path, monkeypatch):
     """With a model in place of the reader's own, whose loss has no fault."""
     monkeypatch.chdir(tmp_path)
     (source,) = [code for code in SNIPPETS if "micro_batches" in code]
     batch = rollout(5, token_advantages=False).batch
     policy_BT = batch.old_log_probs_BT.clone().requires_grad_()
 
-    def loss(log_probs: Tensor, rows: Tensor) -> Tensor:
+    def loss(log_probs, rows):
         ratio = (log_probs - batch.old_log_probs_BT[rows]).exp()
         objective = ratio * batch.advantages_BT[rows] * batch.mask_BT[rows]
         return -objective.sum() / batch.mask_BT.sum()
@@ -147,7 +144,7 @@ def test_the_snippet_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_function_in_place_of_a_formula():
     """By autograd, of a loss written down by hand: its slope is what the formula says that a token should receive."""
 
-    def loss(t: Tokens) -> Tensor:
+    def loss(t):
         ratio = (t.log_probs - t.old).exp()
         bounded = ratio.clamp(0.8, 1.2)
         return -torch.minimum(ratio * t.advantages, bounded * t.advantages) * t.weights
@@ -249,7 +246,7 @@ def test_structure_names_its_epochs():
 
 
 @pytest.mark.parametrize("loss", [TOKEN_MEAN, verl_loss("kl_cov", "token-mean")])
-def test_pieces_without_a_response(loss: Loss):
+def test_pieces_without_a_response(loss):
     loop = rollout(34)
     # None has the place 8.
     pieces = [only(piece, torch.tensor([8])) for piece in train(loop)]
@@ -292,7 +289,7 @@ def test_structure_alone_of_an_unknown_loss():
 
 
 @pytest.mark.parametrize(("factor", "name"), [(0.0, "lost"), (math.nan, "not finite")])
-def test_a_lost_update(factor: float, name: str):
+def test_a_lost_update(factor, name):
     loop = rollout(46, epochs=2)
     pieces = [
         replace(piece, gradient_bT=factor**piece.update * piece.gradient_bT)
@@ -320,7 +317,7 @@ def test_rounding_is_no_mismatch():
 
 
 @pytest.mark.parametrize("nudge", [-3e-6, 3e-6])
-def test_a_ratio_on_the_bound_of_the_clip(nudge: float):
+def test_a_ratio_on_the_bound_of_the_clip(nudge):
     """In the second epoch, of every other token: by rounding what is clipped in the loss is not for the receipt."""
     loop = rollout(45, epochs=2)
     old_BT = loop.batch.old_log_probs_BT - 0.3
@@ -336,7 +333,7 @@ def test_a_ratio_on_the_bound_of_the_clip(nudge: float):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_smallest_factor_that_is_seen(dtype: torch.dtype):
+def test_the_smallest_factor_that_is_seen(dtype):
     """As the receipt says, with advantages of 1."""
     loop = rollout(7, token_advantages=False, ties=True)
     pieces = train(loop)
@@ -390,7 +387,7 @@ def test_a_loss_that_is_watched_gives_the_same_and_its_narrow_micro_batches_are_
     assert_close(receipt.received_BT, advantages)
 
 
-def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_a_file_of_receipts_says(tmp_path, capsys):
     """What was written is read again, and the exit status tells faults and a run that did not train; of a loss without a
     formula nothing is claimed. JSON is strict."""
     loop = rollout(44, epochs=2, drift=0.5, responses=64)
@@ -423,14 +420,14 @@ def test_what_a_file_of_receipts_says(tmp_path: Path, capsys: pytest.CaptureFixt
         )
 
 
-def test_a_file_without_a_receipt(tmp_path: Path):
+def test_a_file_without_a_receipt(tmp_path):
     # A record without its parts, and a line that is no JSON.
     (tmp_path / "nothing").write_text('{"step": 3}\nno json\n')
     assert main([str(tmp_path / "nothing")]) == main([str(tmp_path / "gone")]) == 2
 
 
 @pytest.mark.nightly
-def test_the_wheel_needs_torch_alone(tmp_path: Path):
+def test_the_wheel_needs_torch_alone(tmp_path):
     """Built from the folder, and imported where nothing of the package can be."""
     build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
     # setuptools leaves its build folder next to the source, hence the copy.

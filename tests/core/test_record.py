@@ -35,9 +35,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_of_a_method_are_those_of_the_function(
-    rows: list[dict[str, Any]], name: str
-):
+def test_numbers_of_a_method_are_those_of_the_function(rows, name):
     pairs = zip(hosts.RESPONSES, hosts.ADVANTAGES, strict=True)
     texts = [
         Rollout(response.prompt, response.text, advantage) for response, advantage in pairs
@@ -73,7 +71,7 @@ def test_numbers_of_a_method_are_those_of_the_function(
                     )
 
 
-def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]]):
+def test_numbers_of_the_policy_are_those_of_its_logits(rows):
     for response, row in zip(hosts.RESPONSES, rows, strict=True):
         prompt = encode(response.prompt)
         columns = plain_columns(tiny_model(), prompt, response.ids, hosts.TEMPERATURE)
@@ -83,7 +81,7 @@ def test_numbers_of_the_policy_are_those_of_its_logits(rows: list[dict[str, Any]
             assert row[name] == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
-def test_facts_are_those_of_the_responses(rows: list[dict[str, Any]]):
+def test_facts_are_those_of_the_responses(rows):
     responses = zip(hosts.RESPONSES, hosts.ADVANTAGES, rows, strict=True)
     for number, (response, advantage, row) in enumerate(responses):
         base = advantage if math.isfinite(advantage) else 0.0
@@ -134,7 +132,7 @@ def test_a_truncated_response_that_is_not_masked_has_the_reason_of_any_other():
 def test_responses_without_a_token_count_in_no_rate():
     """As where the prompt fills the context. One of them has no usable advantage, and then the truncated one is another."""
 
-    def rates(*empty: int) -> tuple[float, float]:
+    def rates(*empty):
         rollouts = hosts.plain_rollouts()
         written = rollouts.written.clone()
         written[list(empty)] = False

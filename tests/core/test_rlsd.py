@@ -4,7 +4,6 @@ import copy
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,9 +28,7 @@ from tests.core.tiny_models import (
 SHORT = "Given {privileged}, tell it in your words."
 
 
-def example(
-    question: Any, gold: Any = "5", messages: Any = None, **options: Any
-) -> Example:
+def example(question, gold="5", messages=None, **options) -> Example:
     """A row of a data set; by default with one message."""
     columns = {
         "data_source": "sums",
@@ -41,7 +38,7 @@ def example(
 
 
 def weigh(
-    changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any
+    changes: list[list[float]], advantages: list[float], step: int = 0, **options
 ) -> Weighed:
     """Of responses without padding, from what the response's log-probabilities change by."""
     of_pass = torch.tensor(changes)
@@ -76,7 +73,7 @@ def test_lam_falls_and_needs_no_pass_once_it_is_0():
 
 
 @cache
-def subject(family: str = "qwen3") -> Any:
+def subject(family: str = "qwen3"):
     """A float64 model that no test may change."""
     return tiny_model(family, max_position_embeddings=1024).double()
 
@@ -99,15 +96,13 @@ BATCH = make_batch(
 
 
 def run(
-    method: Rlsd, examples: list[Example | None], family: str = "qwen3", **parts: Any
+    method: Rlsd, examples: list[Example | None], family: str = "qwen3", **parts
 ) -> TokenWeights:
     """Every response of ``ROWS`` through the plain host."""
     return compute(subject(family), BATCH, method, examples=examples, **parts)
 
 
-def log_probs(
-    model: Any, question: str, response: str, temperature: float = 1.0
-) -> list[float]:
+def log_probs(model, question: str, response: str, temperature: float = 1.0) -> list[float]:
     """Of a response to a message; the tiny vocabulary has no line break."""
     prompt = encode(f"[user]{question}[assistant]".replace("\n", ""))
     return plain_columns(model, prompt, encode(response), temperature)[0]
@@ -122,9 +117,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_computation(
-    kind: tuple[str, float, str, float | None, float, float],
-):
+def test_plain_computation(kind):
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
     family, temperature, asking, given_old, lam, epsilon = kind
     method = Rlsd(lam=lam, epsilon=epsilon, request=asking)
@@ -219,9 +212,7 @@ def tokenizer_of(chat: str) -> PreTrainedTokenizerFast:
     return with_template(CHATS[chat][0](), CHATS[chat][1])
 
 
-def rebuilt(
-    chat: str, gold: Any, messages: Any = (ASKED,), **options: Any
-) -> tuple[list[int], str]:
+def rebuilt(chat: str, gold, messages=(ASKED,), **options) -> tuple[list[int], str]:
     """Ids and text of the prompt with the privileged text; the messages and the response stay as they are."""
     tokenizer = tokenizer_of(chat)
     messages_then = copy.deepcopy(messages)
@@ -239,7 +230,7 @@ def rebuilt(
 
 @pytest.mark.slow
 @each_chat
-def test_rebuilt_prompt(chat: str):
+def test_rebuilt_prompt(chat):
     _, _, opening, ending, system = CHATS[chat]
     gold = "fifty-one {x} {{ 7 }} {% raw %} {privileged} $\\frac{1}{2}$"
     request = REQUEST.replace("{privileged}", gold, 1)
@@ -271,12 +262,12 @@ PARTS = ("<|im_<|im_end|>end|>", "<|eot_<|eot_id|>id|>", "<|im_end|", "x<", "|>"
 
 
 @each_chat
-def test_text_stays_inside_its_message(chat: str):
+def test_text_stays_inside_its_message(chat):
     """The rebuilt prompt has the control tokens of one with a harmless text, and opens the assistant's turn once."""
     control = set(tokenizer_of(chat).get_added_vocab().values())
     ending = CHATS[chat][3]
 
-    def controls(ids: list[int]) -> list[int]:
+    def controls(ids):
         return [token for token in ids if token in control]
 
     fine, fine_text = rebuilt(chat, "51", request=SHORT)

@@ -63,7 +63,7 @@ def plain_scores(
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.01])
-def test_distances_of_pairs_of_any_size(epsilon: float):
+def test_distances_of_pairs_of_any_size(epsilon):
     """Four pairs of clouds of up to five points, padded with costs that count nothing, to convergence."""
     generator = torch.Generator().manual_seed(4)
     cost = torch.full((4, 5, 5), 9.0, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_distances_of_pairs_of_any_size(epsilon: float):
 
 
 @pytest.mark.parametrize(("window", "stride"), [(5, 2), (4, 4), (100, 25)])
-def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.MonkeyPatch):
+def test_against_the_plain_loop(window, stride, monkeypatch):
     """Also where pairs are worked on a few at a time."""
     monkeypatch.setattr(shear, "CHUNK_ELEMENTS", {"cpu": 7 * 25, "cuda": 7 * 25})
     options = {"window": window, "stride": stride, "epsilon": 0.2, "iterations": 25}
@@ -95,9 +95,7 @@ def test_against_the_plain_loop(window: int, stride: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3])
-def test_a_few_windows_at_once_have_the_distances_of_all(
-    windows: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_few_windows_at_once_have_the_distances_of_all(windows, monkeypatch):
     """To float rounding, and the costs of whole responses are never there."""
     at_once = shear_scores(group(), POSITIVE, window=5, stride=2)
     monkeypatch.setattr(shear, "WINDOWS_AT_ONCE", windows)
@@ -108,9 +106,7 @@ def test_a_few_windows_at_once_have_the_distances_of_all(
     assert max(len(call.args[0]) for call in costs.call_args_list) == 5 + 2 * (windows - 1)
 
 
-def test_a_group_with_many_pairs_of_windows_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_group_with_many_pairs_of_windows_is_warned_of(monkeypatch, caplog):
     """Responses of 11 and 7 tokens have 6 and 4 windows, their opposites of 4, 1 and 13 tokens 2, 1 and 7: 100 pairs."""
     for limit in (100, 99):
         monkeypatch.setattr(shear, "MANY_PAIRS", limit)
@@ -120,7 +116,7 @@ def test_a_group_with_many_pairs_of_windows_is_warned_of(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_states_that_are_not_finite(bad: float):
+def test_states_that_are_not_finite(bad):
     """As if their response were not there, also where it is the only opponent."""
     for row in (0, 3):
         rest = [i for i in range(5) if i != row]

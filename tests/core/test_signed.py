@@ -27,7 +27,7 @@ TURNS = [(0, 3), (4, 6)]
 
 @pytest.mark.parametrize("over", ["token", "turn", "response"])
 @pytest.mark.parametrize("lam", [0.0, 0.25, 1.0])
-def test_the_mix_by_token_turn_and_response(over: str, lam: float):
+def test_the_mix_by_token_turn_and_response(over, lam):
     """Means are over the tokens that train."""
     expected = []
     for a, old, reference, trains in zip([0.5, -2.0], OLD, REFERENCE, TRAINS, strict=True):

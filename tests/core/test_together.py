@@ -4,7 +4,6 @@ budget, and what happens where memory runs out."""
 import itertools
 from datetime import timedelta
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -77,7 +76,7 @@ def scores_of(name: str, method: str, tokens: int, padding: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", some(NAMES, BY_DAY))
-def test_scores_are_those_of_one_at_a_time(name: str):
+def test_scores_are_those_of_one_at_a_time(name):
     chosen = [*METHODS][1:][NAMES.index(name) % 4 :: 4]
     for index, method in enumerate(["grail", *chosen]):
         padding = ("left", "right", "both")[index % 3]
@@ -107,11 +106,8 @@ def test_a_model_that_has_changed_is_asked_again():
 
 
 def weigh(
-    model: nn.Module,
-    rollouts: list[Rollout],
-    method: Method = METHODS["grail"],
-    **options: Any,
-) -> Any:
+    model: nn.Module, rollouts: list[Rollout], method: Method = METHODS["grail"], **options
+):
     return compute(model, make_batch(rollouts), method, **options)
 
 
@@ -130,9 +126,7 @@ def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length():
 @pytest.mark.parametrize(
     "method", [Grail("official"), Oar("perturbation")], ids=["rows", "counterfactuals"]
 )
-def test_less_goes_together_where_memory_runs_out(
-    method: Method, caplog: pytest.LogCaptureFixture
-):
+def test_less_goes_together_where_memory_runs_out(method, caplog):
     """The budget is halved until the pass fits, stays so for the model, and each time there is a warning."""
     model = tiny_model()
     rollouts = [ROLLOUTS["text after the box"]] * 8
@@ -140,7 +134,7 @@ def test_less_goes_together_where_memory_runs_out(
     # A pass of more than 100 tokens is refused.
     sizes: list[int] = []
 
-    def run_out(_module: nn.Module, args: tuple, output_BSD: Tensor) -> None:
+    def run_out(_module, args, output_BSD):
         sizes.append(args[0].numel())
         if sizes[-1] > 100:
             raise torch.OutOfMemoryError("out of memory on purpose")
@@ -155,9 +149,7 @@ def test_less_goes_together_where_memory_runs_out(
     assert len(caplog.records) >= len(failed)
 
 
-def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_rows_run_alone_where_another_ranks_model_does_not_take_them_together(monkeypatch):
     """Of two ranks with as many rows; the other one's probe finds a difference."""
     monkeypatch.setattr(
         RankRounds,
@@ -190,7 +182,7 @@ SHARDED = ("grail", "grail, middle", "oar_g", "oar_p", "surprisal")
 RANKS = 3  # do not divide the model's 16 dimensions
 
 
-def left_by_a_break(model: Any, where: str, **arguments: Any) -> list[Any]:
+def left_by_a_break(model, where: str, **arguments) -> list[Any]:
     """What a pass that raises leaves of a sharded model: hooks, and units that are not as before a forward."""
 
     hooks_then = hooks_of(model)
@@ -207,7 +199,7 @@ def left_by_a_break(model: Any, where: str, **arguments: Any) -> list[Any]:
     return remains + ["hooks"] * (hooks_of(model) != hooks_then)
 
 
-def states_of(model: Any) -> list[tuple[str, str]]:
+def states_of(model) -> list[tuple[str, str]]:
     """Of each unit of FSDP whether its parameters are sharded, and in what it is."""
     states = []
     for unit in model.modules():
@@ -222,7 +214,7 @@ def states_of(model: Any) -> list[tuple[str, str]]:
     return states
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str):
     """The tiny model, its blocks sharded over all ranks; a rank without a counterpart for its collectives fails in time."""
     # Three ranks share the machine.
     torch.set_num_threads(1)
@@ -255,7 +247,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path: Path):
+def test_weights_of_a_sharded_model_are_those_of_the_whole_model(tmp_path):
     torch.multiprocessing.spawn(run_rank, (str(tmp_path),), RANKS)
     for rank in range(RANKS):
         results = torch.load(tmp_path / f"{rank}.pt")

@@ -56,7 +56,7 @@ def assert_matches(
     batch: Batch,
     preset: str,
     temperature: float = 1.0,
-    **options: Any,
+    **options,
 ) -> TokenWeights:
     """Weights, spans and, in the responses that need them, scores are those of the plain computation in float64.
 
@@ -108,14 +108,7 @@ OPTIONS = {
     st.sampled_from(["official", "robust"]),
     st.fixed_dictionaries({}, optional=sampled(OPTIONS)),
 )
-def test_any_options_on_any_model(
-    kind: tuple[str, bool],
-    layers: int,
-    padding: str,
-    temperature: float,
-    preset: str,
-    options: dict,
-):
+def test_any_options_on_any_model(kind, layers, padding, temperature, preset, options):
     # These need no scores, and are rows like the others.
     zeros = [replace(rollout, advantage=0.0) for rollout in FEW_ROLLOUTS[::2]]
     batch = make_batch([*FEW_ROLLOUTS, *zeros], padding, extra=3)
@@ -131,7 +124,7 @@ def test_any_options_on_any_model(
 @pytest.mark.parametrize(
     ("family", "tied", "preset"), [("qwen3", False, "official"), ("llama", True, "robust")]
 )
-def test_presets_on_every_kind_of_rollout_in_float32(family: str, tied: bool, preset: str):
+def test_presets_on_every_kind_of_rollout_in_float32(family, tied, preset):
     for leaf in LEAVES:
         batch = make_batch(list(ROLLOUTS.values()), "both")
         got = assert_matches(*subject(family, tied), batch, preset, 0.6, leaf=leaf)
@@ -153,7 +146,7 @@ def test_answers_in_another_format():
 @pytest.mark.parametrize(
     ("target", "first", "last"), [("span", r"\boxed", "}"), ("content", "5}", "5}")]
 )
-def test_only_what_can_matter_is_computed(target: str, first: str, last: str):
+def test_only_what_can_matter_is_computed(target, first, last):
     """One forward a selected response, up to the last target's predictor; logits at the targets' predictors alone."""
     model = tiny_model()
     rollout = ROLLOUTS["text after the box"]
@@ -187,7 +180,7 @@ OFFLOADS = {
 
 
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_an_offloaded_model_weighs_as_the_whole_one(name: str):
+def test_an_offloaded_model_weighs_as_the_whole_one(name):
     batch = make_batch(rollouts_named("box at the end", "no box"))
     for method in PASSES:
         model = tiny_model()
@@ -198,7 +191,7 @@ def test_an_offloaded_model_weighs_as_the_whole_one(name: str):
 
 
 @pytest.mark.parametrize("name", ["grail", "surprisal", "entropy"])
-def test_the_hosts_of_the_documentation_weigh_the_same(name: str):
+def test_the_hosts_of_the_documentation_weigh_the_same(name):
     """docs/own_trainer.md: the model in the process, and in three workers, of which one may have no row; with a pass, with
     a column that is there, and with one that the workers compute."""
     page = {}

@@ -26,9 +26,7 @@ from torch import Tensor
 from grail_advantage import turn_advantages
 
 pytestmark = pytest.mark.slow
-STATES = json.loads(
-    Path(__file__).with_name("environment.json").read_text(encoding="utf-8")
-)
+STATES = json.loads(Path(__file__).with_name("environment.json").read_text())
 """By what the policy saw and what it does: a logit, the reward, and what a tool then says, with probabilities."""
 ACTIONS = {
     (saw, did): action for saw, actions in STATES.items() for did, action in actions.items()
@@ -114,7 +112,7 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
     steps: list[list[Step]] = []
     chances: list[float] = []
 
-    def go_on(steps_so_far: list[Step], saw: str, chance: float) -> None:
+    def go_on(steps_so_far, saw, chance):
         for did in logits[saw]:
             now = [*steps_so_far, (saw, did)]
             ends = [chance]
@@ -126,11 +124,11 @@ def environment(*, stops: bool, cut: float = 0.0) -> Environment:
             for answer, share in SAYS.get((saw, did), {}).items():
                 go_on(now, answer, chance * share * (1 - cut))
 
-    def log_prob(step: Step) -> Tensor:
+    def log_prob(step):
         of_state = parameters_P[[places[step[0], did] for did in logits[step[0]]]]
         return parameters_P[places[step]] - of_state.logsumexp(0)
 
-    def gradient(number: Tensor) -> Tensor:
+    def gradient(number):
         return torch.autograd.grad(number, parameters_P, retain_graph=True)[0]
 
     go_on([], "", 1.0)
@@ -164,7 +162,7 @@ PLAIN = {"deviation": False}
 EXACT = 1e-10
 
 
-def _close(found_P: Tensor, expected_P: Tensor) -> None:
+def _close(found_P: Tensor, expected_P: Tensor):
     torch.testing.assert_close(found_P, expected_P, rtol=0, atol=EXACT)
     assert float(expected_P.norm()) > 0.05
 
@@ -181,7 +179,7 @@ def _of_turns(policy: Environment, value: Callable[[Sequence[Step], int], float]
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_turn_rloo_is_the_true_gradient(stops: bool):
+def test_turn_rloo_is_the_true_gradient(stops):
     policy = environment(stops=stops)
     assert float(policy.probabilities_R.sum()) == pytest.approx(1)
     assert {len(steps) for steps in policy.steps} == ({1, 2, 3} if stops else {3})

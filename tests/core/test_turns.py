@@ -5,10 +5,9 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ class Talk:
     written: list[bool] = field(init=False)
     text: str = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         # A reply stands between two turns; of one after the last turn the host has tokens, too.
         pieces = [(turn, True) for turn in self.turns]
         for place, answer in reversed(list(enumerate(self.replies))):
@@ -49,7 +48,7 @@ class Talk:
         self.written = [wrote for text, wrote in pieces for _ in encode(text)]
 
 
-def batch_of(talks: Sequence[Talk], **parts: Any) -> Rollouts:
+def batch_of(talks: Sequence[Talk], **parts) -> Rollouts:
     fields = {
         "masked": torch.tensor([talk.masked for talk in talks]),
         "groups": torch.tensor([talk.group for talk in talks]),
@@ -129,7 +128,7 @@ def plain_mt_grpo(
 ) -> list[float]:
     """Its authors' assignment: ``assigned = outcome + alpha * turn * before_result``, or ``combined`` without a result."""
 
-    def advantage(value: Callable[[Talk], float]) -> float:
+    def advantage(value):
         return _compared(value(talk), [value(member) for member in group], deviation, 1e-4)
 
     # In a conversation without a call the one turn has all that is earned.
@@ -191,7 +190,7 @@ PLAIN = {
 each_method = pytest.mark.parametrize("name", PLAIN)
 
 
-def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
+def plain(name: str, talks: list[Talk], **options) -> list[list[float]]:
     """Token advantages of the tokens that the model wrote."""
     advantages = []
     for talk in talks:
@@ -204,7 +203,7 @@ def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
 
 
 @each_method
-def test_methods_and_plain_lists_against_loops(name: str):
+def test_methods_and_plain_lists_against_loops(name):
     """Masked responses train nothing and count for the others, as in GRPO. A response that fills up a batch has no turn,
     whatever is in its fields; a token that a correction drops keeps its turn, untrained."""
     for seed in range(4):
@@ -276,9 +275,7 @@ UNCERTAIN = [
 
 
 @each_method
-def test_what_is_uncertain_trains_nothing_and_is_named(
-    name: str, caplog: pytest.LogCaptureFixture
-):
+def test_what_is_uncertain_trains_nothing_and_is_named(name, caplog):
     """And is compared with nothing: rewards of no certain turn, and an outcome that is not finite."""
     method = build(name)
     talks = talks_of(3)
@@ -330,7 +327,7 @@ def parts_of(talk: Talk, draw: random.Random) -> list[Talk]:
 
 
 @each_method
-def test_a_session_of_several_responses_is_one_conversation(name: str):
+def test_a_session_of_several_responses_is_one_conversation(name):
     """In any order in the batch; only the last one's reward counts. A first turn of a further row has no observation. Each row
     has its turns' rewards, or the last one all of them."""
     draw = random.Random(name)
@@ -353,9 +350,7 @@ def test_a_session_of_several_responses_is_one_conversation(name: str):
         close(joined, plain(name, talks), 1e-5)
 
 
-def test_plain_lists_with_sessions_and_without_certainty(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_plain_lists_with_sessions_and_without_certainty(caplog):
     # The third row has no reward of its own: it ends the first row's conversation, whose outcome is 1.
     rows = turn_advantages(
         [[0.5, [1, 1]], [0.0], [None], [2.0]], [7.0, 0.0, 1.0, 0.0], "pppp", sessions="abac"
@@ -452,11 +447,11 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[Sequence[floa
     }
     used = [row for row in rows if not row.masked and math.isfinite(row.advantage)]
 
-    def state(line: str) -> Any:
+    def state(line):
         numbers = re.findall(r"-?[0-9]+", line)
         return int(numbers[-1]) if numbers else " ".join(line.split())
 
-    def value(row: Talk, place: int) -> float:
+    def value(row, place):
         if place == len(steps_of[id(row)]) - 1:
             return row.advantage
         siblings = [
@@ -487,7 +482,7 @@ def plain_step_values(rows: Sequence[Talk], shrink: float) -> list[Sequence[floa
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_step_values_against_loops(seed: int):
+def test_step_values_against_loops(seed):
     """Masked responses, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
     draw = random.Random(seed)
     rows = []

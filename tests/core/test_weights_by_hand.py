@@ -61,7 +61,7 @@ def run(
     chosen: Sequence[bool],
     base: type[BaseMethod] = Doubled,
     /,
-    **body: Any,
+    **body,
 ) -> Weighed:
     """By a class with other parts, which chooses these responses."""
     parts = {"select": lambda self, r: torch.tensor(chosen), "names": {"doubled": {}}}
@@ -178,9 +178,7 @@ OPTIONS = {
     st.sampled_from(["official", "robust"]),
     st.fixed_dictionaries({}, optional=sampled(OPTIONS)),
 )
-def test_grail_of_random_batches_against_the_plain_computation(
-    seed: int, preset: str, options: dict
-):
+def test_grail_of_random_batches_against_the_plain_computation(seed, preset, options):
     """Any span and length, tokens between that do not train, scores over many orders of magnitude with zeros among them."""
     # Preset and options as a user combines them.
     config = Grail(preset, **options)
@@ -223,7 +221,7 @@ MISTAKES = (
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_of_a_method_are_refused_with_its_name(mistake: dict[str, Any]):
+def test_mistakes_of_a_method_are_refused_with_its_name(mistake):
     with pytest.raises(ValueError, match="doubled"):
         run(torch.ones(4, 4), FOUR, CHOSEN, **mistake)
 
@@ -284,7 +282,7 @@ def test_bounds_of_the_entropy_bonus_are_flagged():
 
 
 def test_stare_takes_the_mean_entropy_as_the_loss_takes_it():
-    def mean_of_row_means(values_BT: Tensor, mask_BT: Tensor) -> float:
+    def mean_of_row_means(values_BT, mask_BT):
         assert mask_BT.sum() == 8 and values_BT.isfinite().all()
         return float(((values_BT * mask_BT).sum(dim=-1) / mask_BT.sum(dim=-1)).mean())
 
@@ -356,14 +354,7 @@ CASES = [
     extra=st.integers(0, 2),
     normalize_mass=st.booleans(),
 )
-def test_against_loops(
-    name: str,
-    reshaper: str,
-    data: st.DataObject,
-    seed: int,
-    extra: int,
-    normalize_mass: bool,
-):
+def test_against_loops(name, reshaper, data, seed, extra, normalize_mass):
     """Responses of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""
     rows = random_rows(seed)
     options = data.draw(st.fixed_dictionaries(sampled(OF_METHOD[name])))
@@ -386,7 +377,7 @@ def test_against_loops(
 
 
 @pytest.mark.parametrize("name", MAP_NAMES)
-def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name: str):
+def test_equal_scores_weigh_one_and_batches_of_nothing_have_their_shape(name):
     """A rounding error of 1e-6 in a mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
     for length in (1, 10, 32_768):
         for score in (0.0, 1e-6, 0.3):

@@ -66,7 +66,7 @@ def decode(ids: Iterable[int]) -> str:
 
 def read_lines(name: str) -> list[Any]:
     """The cases of a file of this folder, one JSON value a line."""
-    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    text = Path(__file__).with_name(name).read_text()
     return list(map(json.loads, text.splitlines()))
 
 
@@ -87,13 +87,8 @@ SIZES = {
 
 
 def tiny_model(
-    family: str = "qwen3",
-    *,
-    tied: bool = False,
-    layers: int = 4,
-    seed: int = 0,
-    **options: Any,
-) -> Any:
+    family: str = "qwen3", *, tied: bool = False, layers: int = 4, seed: int = 0, **options
+):
     """A freshly drawn float32 model in evaluation mode; ``options`` go into its configuration."""
     sizes = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": tied, **options}
     return drawn(transformers.CONFIG_MAPPING[family](**sizes), seed).eval()
@@ -146,7 +141,7 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
 
-    def build(self, **sizes: Any) -> PreTrainedModel:
+    def build(self, **sizes) -> PreTrainedModel:
         """The model, float32, always with the same values; with other sizes where they are given."""
         config_class = transformers.CONFIG_MAPPING[self.model_type]
         names = {*inspect.signature(config_class.__init__).parameters, "dtype"}
@@ -255,9 +250,7 @@ def rollouts_named(*names: str) -> list[Rollout]:
     return [ROLLOUTS[name] for name in names]
 
 
-def compute(
-    model: Any, batch: Batch, method: Method, tokenizer: Any = None, **parts: Any
-) -> TokenWeights:
+def compute(model, batch: Batch, method: Method, tokenizer=None, **parts) -> TokenWeights:
     """By the plain function, with the tokenizer of single characters."""
     return compute_token_weights(
         model, tokenizer or tiny_tokenizer(), *batch.tensors(), method, **parts
@@ -265,7 +258,7 @@ def compute(
 
 
 def plain_columns(
-    model: Any, prompt: list[int], response: list[int], temperature: float
+    model, prompt: list[int], response: list[int], temperature: float
 ) -> tuple[list, list]:
     """Log-probabilities and entropies of a response: alone, by all logits and in loops."""
     with torch.no_grad():

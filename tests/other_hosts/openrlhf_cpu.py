@@ -60,7 +60,7 @@ def patch_process():
     import_module("deepspeed.comm.torch").build_shm_op = nothing
     get_train_ds_config = strategy.get_train_ds_config
 
-    def config(*arguments, **named) -> dict[str, Any]:
+    def config(*arguments, **named):
         ds_config = get_train_ds_config(*arguments, **named)
         if "optimizer" in ds_config:
             ds_config["optimizer"]["params"]["torch_adam"] = True
@@ -99,7 +99,7 @@ def record_steps(maker_class: type):
     weigh_experiences = maker_class.compute_advantages_and_returns  # type: ignore[attr-defined]
     parent = maker_class.__bases__[0]
 
-    def recorded(maker, experiences: list[Any]) -> list[Any]:
+    def recorded(maker, experiences):
         copied = copy.deepcopy(experiences)
         unweighted = parent.compute_advantages_and_returns(maker, copied)  # type: ignore[attr-defined]
         weighed = weigh_experiences(maker, experiences)

@@ -63,7 +63,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """With a tiny model, prompts, and the frameworks installed."""
     subprocess.run(["bash", "scripts/setup_hosts.sh"], cwd=ROOT, check=True)
     model, tokenizer = load_shipped()
@@ -153,7 +153,7 @@ def load_policy(folder: Path, dtype: torch.dtype, state: dict[str, Tensor] | Non
 
 
 @pytest.mark.parametrize(("ranks", "loss"), [(1, "grpo"), (2, "dapo")])
-def test_ms_swift(folder: Path, ranks: int, loss: str):
+def test_ms_swift(folder, ranks, loss):
     flags = f"{MS_SWIFT} --loss_type {loss} --per_device_train_batch_size {8 // ranks}"
     variables = {
         "TOKEN_WEIGHTS": "grail",
@@ -196,7 +196,7 @@ def test_ms_swift(folder: Path, ranks: int, loss: str):
 
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 2), (2, 3)])
-def test_openrlhf(folder: Path, ranks: int, zero_stage: int):
+def test_openrlhf(folder, ranks, zero_stage):
     devices = f"--actor.num_gpus_per_node {ranks} --ds.zero_stage {zero_stage}"
     flags = f"{OPENRLHF} {devices} --algo.kl.init_coef 0"
     output = run(folder, "tests.other_hosts.openrlhf_cpu", flags.split())
@@ -210,7 +210,7 @@ def test_openrlhf(folder: Path, ranks: int, zero_stage: int):
         state = torch.load(folder / f"policy_{step}.pt") if step else None
         policy = load_policy(folder, torch.bfloat16, state)
 
-        def rows_of(name: str, shift: int = 0, recorded=recorded) -> Tensor:
+        def rows_of(name, shift=0, recorded=recorded):
             """(B, L); OpenRLHF's action a is token a + 1."""
             return pad_sequence(
                 [pad(row, (shift, 0)) for inputs, _ in recorded for row in inputs[name]],
@@ -250,7 +250,7 @@ REFUSED = (
 """Flags of OpenRLHF, each beside others that work."""
 
 
-def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path):
+def test_openrlhf_refuses_by_name_before_ray_starts(folder):
     kl = ["--algo.kl.init_coef", "0"]
     commands = [[*OPENRLHF.split(), *kl, *flags] for flags in REFUSED]
     (folder / "commands.json").write_text(json.dumps(commands))
@@ -262,7 +262,7 @@ def test_openrlhf_refuses_by_name_before_ray_starts(folder: Path):
     assert "Started a local Ray instance" not in output
 
 
-def test_ms_swift_refuses_by_name(folder: Path):
+def test_ms_swift_refuses_by_name(folder):
     flags = (
         f"{MS_SWIFT} --per_device_train_batch_size 8 --importance_sampling_level sequence"
     )

@@ -109,7 +109,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str):
+def test_verls_loop_plays_the_task(tokenizer, name):
     texts, replies, rewards, perfect = CONVERSATIONS[name]
     output, writer = run_loop(tokenizer, texts)
     ids = []

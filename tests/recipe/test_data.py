@@ -23,20 +23,18 @@ from tests.recipe.golds import faults
 from tests.recipe.test_launch_scripts import BASE_MATH
 from tests.recipe.test_reward import json_lines
 
-Capture = pytest.CaptureFixture[str]
-
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def golden(name: str) -> list[dict[str, Any]]:
-    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
 def run(folder: Path, name: str, lines: list, *options: str) -> int:
     """The command's status for one set, whose lines are rows or, to make broken ones, texts; into ``folder/out``."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (folder / f"{name}.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    (folder / f"{name}.jsonl").write_text("\n".join(texts) + "\n")
     sets = ["--train", "none", "--benchmarks", name]
     if SPECS[name].split == "train":
         sets = ["--train", name, "--benchmarks", "none"]
@@ -49,7 +47,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return pq.read_table(file).to_pylist()
 
 
-def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path):
+def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path):
     """verl concatenates its validation files, which fails where a column's type differs."""
     sets = [
         "--train",
@@ -76,7 +74,7 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["college_math", "olympiadbench"])
-def test_the_published_problems_are_found(tmp_path: Path, capsys: Capture, name: str):
+def test_the_published_problems_are_found(tmp_path, capsys, name):
     ids = list(PUBLISHED_SUBSETS[name])
     assert len(set(ids)) == 200
     rows = []
@@ -108,7 +106,7 @@ def test_the_published_problems_are_found(tmp_path: Path, capsys: Capture, name:
     )
 
 
-def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path):
+def test_the_published_prompt_is_a_file_of_its_own(tmp_path):
     """Its text is what Python makes of the published one, a plain string."""
     suffix = " Please reason step by step, and put your final answer within \boxed{}."
     problem = {"problem": "What is $1 + 1$?", "answer": "2"}
@@ -123,9 +121,9 @@ def test_the_published_prompt_is_a_file_of_its_own(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "row"), json.loads(Path(__file__).with_name("bad_rows.json").read_text())
 )
-def test_a_bad_row_is_dropped(tmp_path: Path, name: str, row, capsys: Capture):
+def test_a_bad_row_is_dropped(tmp_path, name, row, capsys):
     """Line 2 is blank, which is no error but keeps its number. Of too many bad rows nothing is written."""
-    good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    good = (GOLDEN / f"{name}.jsonl").read_text().splitlines()[0]
     assert run(tmp_path, name, [good, "", row, *[good] * 20]) == 0
     assert f"dropped: {tmp_path / name}.jsonl, line 3: " in capsys.readouterr().err
     assert pq.read_table(tmp_path / f"out/{name}.parquet").num_rows == 21
@@ -133,7 +131,7 @@ def test_a_bad_row_is_dropped(tmp_path: Path, name: str, row, capsys: Capture):
     assert not (tmp_path / "many/out").exists()
 
 
-def test_the_training_split_is_no_benchmark(tmp_path: Path):
+def test_the_training_split_is_no_benchmark(tmp_path):
     """Nor is a benchmark a training set; a file without a split in its name is read before one with it."""
     for name, split in (("gsm8k", "train"), ("deepmath", "test")):
         (tmp_path / f"{name}_{split}.jsonl").touch()
@@ -144,7 +142,7 @@ def test_the_training_split_is_no_benchmark(tmp_path: Path):
         assert read_local(SPECS["gsm8k"], tmp_path)[0] == str(file)
 
 
-def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+def test_the_hub(tmp_path, monkeypatch, capsys):
     """``load_dataset`` takes a folder for a hub id, so all but the download runs."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     bad = '{"id": 8, "problem": "p", "answer": ""}\n'
@@ -178,15 +176,13 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_the_example_for_trl_reads_the_text_that_is_in_a_file(kind: str, tmp_path: Path):
+def test_the_example_for_trl_reads_the_text_that_is_in_a_file(kind, tmp_path):
     file = tmp_path / f"rows.{kind}"
     WRITERS[kind](file)
     assert list(problems(str(file))["solution"]) == [*TABLE["answer"]]
 
 
-def test_the_example_for_trl_takes_slices_and_names_a_broken_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_example_for_trl_takes_slices_and_names_a_broken_line(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     lines = [
         json.dumps({"question": f"{i}+1", "answer": f"So #### {i + 1}"}) for i in range(20)
@@ -224,9 +220,7 @@ def test_a_ground_truth_is_doubtful_where_its_spelling_is_refused_or_a_near_miss
 @pytest.mark.parametrize(
     ("build", "family"), [(llama3_tokenizer, "llama"), (qwen_tokenizer, "qwen3")]
 )
-def test_prompt_of_a_base_model_by_verls_own_builder(
-    build, family: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_prompt_of_a_base_model_by_verls_own_builder(build, family, monkeypatch):
     """Once the beginning-of-text token, where there is one. No space after the colon: the answer's first token brings
     its own, as in the model's training text."""
     tokenizer = build()

@@ -36,7 +36,7 @@ A, B = (rows.drop(columns="run").reset_index(drop=True) for _, rows in ROWS.grou
 """Three samples of each problem, of two runs: correct, incorrect, without a box, truncated."""
 
 
-def make_run(folder: Path, samples: pd.DataFrame, **options) -> None:
+def make_run(folder: Path, samples: pd.DataFrame, **options):
     """Write the folder of a finished evaluation with these samples, drawn with these options beside the usual ones."""
     with open_samples(folder / "generations.jsonl", {"model": "m"}) as file:
         file.write(samples.drop(columns="gold").to_json(orient="records", lines=True))
@@ -48,7 +48,7 @@ def make_run(folder: Path, samples: pd.DataFrame, **options) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     make_run(folder / "a", A)
     make_run(folder / "b", B, seed=1)
@@ -56,12 +56,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pair(finished: Path, tmp_path: Path) -> Path:
+def pair(finished: Path, tmp_path) -> Path:
     """A folder with two finished evaluations, ``a`` and ``b``."""
     return shutil.copytree(finished, tmp_path / "pair")
 
 
-def compare(pair: Path, *options: str) -> None:
+def compare(pair: Path, *options: str):
     main(["--compare", str(pair / "a"), str(pair / "b"), *options])
 
 
@@ -69,7 +69,7 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def test_hand_case(pair: Path):
+def test_hand_case(pair):
     results = read(pair / "a/results.json")
     names = ("acc@3", "pass@3", "tokens", "unanswered", "truncated")
     rows = (*results["benchmarks"].values(), results["mean"], results["weighted_mean"])
@@ -99,7 +99,7 @@ def test_intervals():
     assert [figure["low"], figure["high"]] == pytest.approx(interval, abs=0.02)
 
 
-def test_paired_comparison(pair: Path):
+def test_paired_comparison(pair):
     """Of aime24, A has 1/6 and B 1/2 of the samples correct: by problem 1/3 more. Of amc23 both are the same."""
     compare(pair, "--output-dir", str(pair))
     result = read(pair / "comparison.json")["benchmarks"]
@@ -121,9 +121,7 @@ def test_paired_comparison(pair: Path):
 
 
 @pytest.mark.slow
-def test_both_graders_where_cuda_fills_the_address_space(
-    pair: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_both_graders_where_cuda_fills_the_address_space(pair, monkeypatch):
     """4 GB in every process that grades, as one with CUDA's torch maps. The first grader gives the first files again."""
     path = pair / "a/generations.jsonl"
     text = path.read_text().replace("{10}", r"{1000\\%}")
@@ -169,7 +167,7 @@ def test_the_published_box():
     assert {text: published_box(text) for text in BOXES} == BOXES
 
 
-def test_samples_survive_a_kill(tmp_path: Path):
+def test_samples_survive_a_kill(tmp_path):
     """A line that was cut off, even within a character, costs that line only, and so does one that is no sample."""
     path = tmp_path / "generations.jsonl"
     lines = A.to_json(orient="records", lines=True).splitlines(keepends=True)
@@ -194,7 +192,7 @@ RUN = {"model": "m", "sampling": SAMPLING, "grader": "reward"}
 SCORE = json.loads(report.grade(A[:1], "reward").to_json(orient="records", lines=True))
 
 
-def write(folder: Path, results, scores: list) -> None:
+def write(folder: Path, results, scores: list):
     """Put these files in place of an evaluation's own."""
     text = results if isinstance(results, str) else json.dumps(results)
     (folder / "results.json").write_text(text)
@@ -218,7 +216,7 @@ ODD_SCORES = {
 
 
 @pytest.mark.parametrize("name", [*ODD_RESULTS, *ODD_SCORES])
-def test_files_of_others_are_refused_in_a_sentence(pair: Path, name: str):
+def test_files_of_others_are_refused_in_a_sentence(pair, name):
     results, part = ODD_RESULTS.get(name, ({"run": RUN}, ""))
     scores, part = ODD_SCORES.get(name, ([SCORE], part))
     write(pair / "b", results, scores)
@@ -228,7 +226,7 @@ def test_files_of_others_are_refused_in_a_sentence(pair: Path, name: str):
     assert str(refused.value).isprintable()
 
 
-def test_names_of_others_are_shown_escaped(pair: Path, capsys: pytest.CaptureFixture[str]):
+def test_names_of_others_are_shown_escaped(pair, capsys):
     """Of the model, of a benchmark and of an option, on the terminal and in the page."""
     run = {**RUN, "model": f"m{ESCAPE}", f"option{ESCAPE}": f"value{ESCAPE}"}
     for name in ("a", "b"):
@@ -240,7 +238,7 @@ def test_names_of_others_are_shown_escaped(pair: Path, capsys: pytest.CaptureFix
         assert "\x07" not in text
 
 
-def test_scores_and_results_are_of_one_evaluation(pair: Path):
+def test_scores_and_results_are_of_one_evaluation(pair):
     """A kill between two files of another grading, and samples of another model that was begun in their place."""
     compare(pair)
     path = pair / "a/scores.jsonl"
@@ -262,7 +260,7 @@ def test_scores_and_results_are_of_one_evaluation(pair: Path):
             command(pair)
 
 
-def test_samples_of_other_settings_are_not_continued(tmp_path: Path):
+def test_samples_of_other_settings_are_not_continued(tmp_path):
     path = tmp_path / "generations.jsonl"
     open_samples(path, SAMPLING).close()
     for change, message in (
@@ -306,9 +304,7 @@ class Engine:
     def shutdown(self): ...
 
 
-def test_every_sample_has_a_seed_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_sample_has_a_seed_of_its_own(tmp_path, monkeypatch):
     """By the evaluation's seed, benchmark, problem and number: the first eight bytes of sha256("0/amc23/0/2"), halved."""
     # The import of vLLM's own takes ten seconds.
     kinds = SimpleNamespace(FINAL_ONLY=2)
@@ -351,12 +347,12 @@ def adapter(folder: Path) -> PeftModel:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ):
     """verl's merger leaves the base's weights beside the adapter, and gives it the scale 0 where none is said."""
     merges = []
 
-    def merge(command: list[str], **_):
+    def merge(command, **_):
         # In this process, which has imported what the merger imports.
         monkeypatch.setattr(sys, "argv", command[2:])
         runpy.run_module(command[2], run_name="__main__")
@@ -388,7 +384,7 @@ def test_a_checkpoint_is_merged_with_its_adapter_and_again_where_it_changed(
     assert torch.allclose(logits(second), 2 * merged, rtol=0.05, atol=0.5)
 
 
-def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path):
+def test_half_checkpoints_and_adapters_are_no_models(tmp_path):
     """A part that a kill or a copy left out is named, and an adapter with what to do, before anything is merged or sampled."""
     complete = tmp_path / "whole"
     step = save(complete)
@@ -413,7 +409,7 @@ def test_half_checkpoints_and_adapters_are_no_models(tmp_path: Path):
     assert_refused(tmp_path / "empty", "neither")
 
 
-def assert_refused(folder: Path, message: str) -> None:
+def assert_refused(folder: Path, message: str):
     with pytest.raises(ValueError, match=message):
         resolve_model(str(folder))
 
@@ -425,12 +421,10 @@ SMALL = ("config.json", "generation_config.json", "tokenizer.json", "chat_templa
 @pytest.mark.parametrize(
     "kinds", [("pytorch_model.bin",), ("model.safetensors", "pytorch_model.bin")]
 )
-def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
-    kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(kinds, tmp_path, monkeypatch):
     """With huggingface_hub's own choice of files by patterns."""
 
-    def download(name: str, **patterns) -> str:
+    def download(name, **patterns):
         files = [*SMALL, "README.md", "model.onnx", *kinds]
         for file in filter_repo_objects(files, **patterns):
             (tmp_path / file).touch()
@@ -442,7 +436,7 @@ def test_of_a_model_on_the_hub_one_kind_of_weights_is_fetched(
 
 
 @pytest.mark.nightly
-def test_the_command_resumes(tmp_path: Path):
+def test_the_command_resumes(tmp_path):
     """Through the script: merging a verl checkpoint, an engine; then another from what a kill would leave."""
     truths = [{"style": "rule", "ground_truth": f"{i}"} for i in range(12)]
     rows = {

@@ -4,7 +4,6 @@ import datetime
 import logging
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -48,9 +47,7 @@ UNUSABLE = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_read_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_what_cannot_be_read_is_said_once(monkeypatch, caplog):
     """Also where the response has no box."""
     for truth in UNUSABLE:
         caplog.clear()
@@ -67,7 +64,7 @@ def test_what_cannot_be_read_is_said_once(
         assert record.getMessage().startswith("row 7: ground_truth is ")
 
 
-def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture):
+def test_rows_of_a_data_set_are_named_once(caplog):
     check = reward.check_ground_truths
     assert check(["5", None, Decimal("3.5"), *[{}] * 9, "x" * 1001], "here") == [
         1,
@@ -88,9 +85,7 @@ def test_rows_of_a_data_set_are_named_once(caplog: pytest.LogCaptureFixture):
         check([None, Unshown()], "here")
 
 
-def test_runs_with_verl_name_files_and_rows_before_they_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_runs_with_verl_name_files_and_rows_before_they_start(tmp_path, caplog):
     truths = {
         "good.parquet": ["5"],
         "decimals.parquet": [Decimal("3.50")],
@@ -110,7 +105,7 @@ def test_runs_with_verl_name_files_and_rows_before_they_start(
     function = "reward.custom_reward_function.path"
     val_files = f"data.val_files=[{tmp_path}/good.parquet]"
 
-    def start(train: str, *overrides: str) -> list[str]:
+    def start(train, *overrides):
         """The warnings of a run with this training file."""
         caplog.clear()
         train_files = f"data.train_files={tmp_path}/{train}"

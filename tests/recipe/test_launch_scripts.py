@@ -69,13 +69,13 @@ def container(*arguments: str, **knobs) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _folder(monkeypatch: pytest.MonkeyPatch):
+def _folder(monkeypatch):
     # As the scripts set it.
     monkeypatch.setenv("PWD", str(unused()))
 
 
 @pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def clone(tmp_path, monkeypatch) -> Path:
     """One of this test alone."""
     clone = shutil.copytree(unused(), tmp_path / "clone", symlinks=True)
     monkeypatch.setenv("PWD", str(clone))
@@ -151,14 +151,14 @@ ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH: CLONE/out/seed3/
 """
 
 
-def assert_has(config: DictConfig, options: str, clone: Path) -> None:
+def assert_has(config: DictConfig, options: str, clone: Path):
     """The start-up checks pass, and the options, as lines of YAML, have these values."""
     prepare(config)
     expected = yaml.safe_load(options.replace("CLONE", str(clone)))
     assert {name: OmegaConf.select(config, name) for name in expected} == expected
 
 
-def test_every_knob_of_a_run_on_gpus(clone: Path):
+def test_every_knob_of_a_run_on_gpus(clone):
     knobs = {"ADV_ESTIMATOR": "grail", "DATA_DIR": "/data", "LOGGER": "console,wandb"}
     options = FOLLOWS
     for line in KNOBS.strip().splitlines():
@@ -174,7 +174,7 @@ def test_every_knob_of_a_run_on_gpus(clone: Path):
     assert_has(config, options, clone)
 
 
-def test_every_knob_of_the_agent(clone: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_knob_of_the_agent(clone, monkeypatch):
     """It runs in verl's tool loop, where both methods get the same rewards: GRPO their sum, which is not added again."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     script = "run_tiny_cpu_agent.sh"
@@ -214,7 +214,7 @@ ARMS = {
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_arm_is_a_run_of_verl(arm: str):
+def test_an_arm_is_a_run_of_verl(arm):
     estimator, control, _ = ARMS[arm]
     config = configuration("run_five_arms.sh", "trainer.test_freq=7", SEEDS="3", ARMS=arm)
     assert config.algorithm.adv_estimator == estimator
@@ -272,7 +272,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_is_named_by_its_configuration(name: str):
+def test_a_run_is_named_by_its_configuration(name):
     """An override renames the run as the knob does, and both train the same."""
     knob, override = NAMES[name]
     config = container(GPUS, **dict([knob.split("=")] if knob else []))
@@ -310,7 +310,7 @@ OF_OTHER_SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", [GPUS, CPU])
-def test_a_name_or_a_value_that_is_not_read_starts_nothing(script: str, clone: Path):
+def test_a_name_or_a_value_that_is_not_read_starts_nothing(script, clone):
     """Else the run would train with something else than it was asked for, under the same name."""
     knobs = dict.fromkeys([*UNREADABLE.split(), *OF_OTHER_SCRIPTS[script].split()], "")
     for knob, remedy in {**RENAMED, **knobs}.items():
@@ -326,9 +326,7 @@ my runs|lr=1e-6|(old)|été|a,b|it's|a"b|x{1}|[x]|a:b|~|$HOME|a\b|#1|*|a;b
 
 
 @pytest.mark.parametrize("odd", ODD_NAMES.strip().split("|"))
-def test_any_folder_and_any_name_arrive_as_they_are(
-    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_any_folder_and_any_name_arrive_as_they_are(odd, tmp_path, monkeypatch):
     """Of the clone, the data, the model, its tokenizer, the run and the project; one file, a list of them and the default."""
     project = shutil.copytree(unused(), tmp_path / odd, symlinks=True)
     monkeypatch.setenv("PWD", str(project))
@@ -369,7 +367,7 @@ COMMAND = re.compile(
 
 def lines_of(page: Path) -> list[list[str]]:
     """The lines of each piece of code in a page."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", "")
+    text = page.read_text().replace("\\\n", "")
     return [(code["block"] or code["inline"]).splitlines() for code in CODE.finditer(text)]
 
 
@@ -396,9 +394,7 @@ PAGES = {page.name: starts for page in READ if (starts := commands(page))}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_work_one_after_the_other(
-    page: str, clone: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_commands_of_a_page_work_one_after_the_other(page, clone, monkeypatch):
     """Each finds the folders of those before, with a checkpoint, and either has one of its own or resumes."""
     for script, arguments, knobs in PAGES[page]:
         # A method of a package that is not installed here; five configurations, which have a test of their own.
@@ -423,7 +419,7 @@ def test_the_commands_of_a_page_work_one_after_the_other(
 
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: page.name)
-def test_verls_own_command_takes_what_a_page_adds_to_it(page: Path):
+def test_verls_own_command_takes_what_a_page_adds_to_it(page):
     """Whole commands are tried in ``tests/test_documentation.py``."""
     for line in itertools.chain(*lines_of(page)):
         if re.match(r"\++\w.*=", line):
@@ -456,7 +452,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_published_setup(name: str):
+def test_published_setup(name):
     path, response_length, template, estimator = MODELS[name]
     config = configuration(f"run_{name}_grail.sh", ADV_ESTIMATOR=estimator)
     # All start-up checks: verl's, and that micro-batches have room for one response.

@@ -53,7 +53,7 @@ def accepts(gold, answer: str) -> bool:
 def misjudged(cases: list[Case]) -> list[Case]:
     """Those cases whose score is another; one that is to have no verdict may not have any."""
 
-    def is_misjudged(case: Case) -> bool:
+    def is_misjudged(case):
         gold, box, score = case
         result = judge(gold, box)
         return result["score"] != (score or 0.0) or result["verify_failed"] < (
@@ -67,7 +67,7 @@ def misjudged(cases: list[Case]) -> list[Case]:
 def json_lines(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         pytest.skip(f"{file} is missing; set GRAIL_DATA_DIR to the folder that holds it")
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def cases_of(row: dict[str, Any]) -> list[Case]:
@@ -110,7 +110,7 @@ def test_the_table_of_verdicts():
 @pytest.mark.parametrize(
     ("half", "count"), [(0, 402), pytest.param(1, 399, marks=pytest.mark.nightly)]
 )
-def test_random_answers_and_the_same_changed_in_one_place(half: int, count: int):
+def test_random_answers_and_the_same_changed_in_one_place(half, count):
     """240 expressions in ten styles, whose values were compared at two points modulo a prime in which -1 has a root, and
     150 numbers, lists, sets and tuples of fractions: no judge computed what is right. The normal form is its own."""
     rows = json_lines(HERE / "verdict_properties.jsonl")[half::2]
@@ -160,7 +160,7 @@ SAMPLES = ("college_math_sample5", "minerva_math_sample5", "olympiadbench_sample
 
 
 @pytest.mark.parametrize("name", ["gsm8k_test", "aime24", "amc23", *SAMPLES])
-def test_gold_answers_accept_themselves(name: str):
+def test_gold_answers_accept_themselves(name):
     spec = SPECS[name.removesuffix("_test").removesuffix("_sample5")]
     rows = [convert(spec, row) for row in json_lines(DATA / f"{name}.jsonl")]
     golds = [row["reward_model"]["ground_truth"] for row in rows]

@@ -34,7 +34,7 @@ def hostile_responses(marker: Path) -> dict[str, str]:
     return texts
 
 
-def end_server() -> None:
+def end_server():
     """The next comparison starts a new one, with the environment as it is then."""
     if _verify_pool._server is not None:
         _verify_pool._server.process.kill()
@@ -42,7 +42,7 @@ def end_server() -> None:
 
 
 @pytest.fixture
-def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_limit(monkeypatch) -> Iterator[None]:
     """Half a second of processor time for each answer."""
     end_server()
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.5")
@@ -67,9 +67,7 @@ HANGING = (
 
 
 @pytest.mark.slow
-def test_hostile_answers_score_zero_and_leave_a_working_pool(
-    short_limit, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_hostile_answers_score_zero_and_leave_a_working_pool(short_limit, tmp_path, caplog):
     caplog.set_level("DEBUG", "grail_advantage.reward")
     responses = hostile_responses(tmp_path / "marker")
     with ThreadPoolExecutor(8) as executor:
@@ -151,7 +149,7 @@ for answer in answers:
 
 
 @pytest.mark.slow
-def test_no_answer_is_run(tmp_path: Path):
+def test_no_answer_is_run(tmp_path):
     """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
     responses = hostile_responses(tmp_path / "marker").values()
     answers = [reward.last_boxed(response) or "" for response in responses]
@@ -169,7 +167,7 @@ def test_no_answer_is_run(tmp_path: Path):
 def gone(pids: list[int], seconds: float = 60.0) -> bool:
     """Whether none of these processes runs any more, within this time."""
 
-    def some_run() -> bool:
+    def some_run():
         # One that ends meanwhile is left out.
         return any(
             process.pid in pids and lives(process) for process in psutil.process_iter()
@@ -179,9 +177,7 @@ def gone(pids: list[int], seconds: float = 60.0) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_processes_are_replaced(
-    short_limit, monkeypatch: pytest.MonkeyPatch
-):
+def test_killed_and_stopped_processes_are_replaced(short_limit, monkeypatch):
     """And none of them gets a key of the program's."""
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "2")
     monkeypatch.setenv("HF_TOKEN", "secret")

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ exec {python} "$@"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wheel", ["fits", "of another torch", "none"])
-def test_it_ends_well_and_says_what_attention_there_is(tmp_path: Path, wheel: str):
+def test_it_ends_well_and_says_what_attention_there_is(tmp_path, wheel):
     """A wheel that cannot be imported is taken out again. verl's plug-in loads, and packages/verl-cpu can be imported; this
     takes ten seconds, so that the other two install the requirements alone."""
     for name, text in {"uv": UV, "python": PYTHON}.items():

@@ -5,7 +5,6 @@ import json
 import random
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -82,9 +81,7 @@ def test_a_wrong_rule_becomes_the_likeliest_token():
 
 
 @pytest.mark.slow
-def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(
-    tmp_path: Path,
-):
+def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(tmp_path):
     assert prepare(tmp_path)
     assert not prepare(tmp_path)
     for split, size in (("train", 4096), ("validation", 256)):
@@ -119,9 +116,7 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
         (shipped.AGENT_FOLDER, AgentSettings(), shipped.load_agent),
     ],
 )
-def test_a_record_is_that_of_todays_settings_and_of_its_weights(
-    folder: Path, settings, load
-):
+def test_a_record_is_that_of_todays_settings_and_of_its_weights(folder, settings, load):
     record = json.loads((folder / shipped.RECORD).read_text())
     assert record["settings"] == asdict(settings)
     assert record["sha256"] == shipped.weights_digest(folder)

@@ -29,7 +29,7 @@ esac
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """The scripts in a folder of their own."""
     folder = tmp_path / "it's, [1] a=b ~"
     files = {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}
@@ -64,7 +64,7 @@ def start(folder: Path, **knobs: str) -> tuple[int, str]:
     return running.returncode, output
 
 
-def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path):
+def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder):
     """A run that fails ends with its last lines."""
     (folder / "status.txt").write_text("7")
     status, output = start(folder)
@@ -87,7 +87,7 @@ def test_a_second_start_keeps_everything_and_fresh_moves_it_away(folder: Path):
     assert not (out / "grail/mine").exists()
 
 
-def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder: Path):
+def test_a_run_that_lives_keeps_its_folder_and_ends_with_the_script(folder):
     """By SIGTERM to the script alone, which the run does not get."""
     (folder / "lives").touch()
     running = begin(folder)

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,7 +15,7 @@ from tests.clone import ROOT
 pytestmark = pytest.mark.nightly
 
 
-def test_an_installed_package(tmp_path: Path):
+def test_an_installed_package(tmp_path):
     """Its commands of docs/works_with.md#extras, a page with its parts in it, no other package; and verl's own command
     finds the file of all options with a configuration of one's own."""
     # setuptools leaves its build folder next to the source, hence the copy.
@@ -30,7 +29,7 @@ def test_an_installed_package(tmp_path: Path):
     # The folder comes before everything that the tests' environment has, with its editable installation.
     variables = {**os.environ, "PYTHONPATH": str(installed)}
 
-    def run(*words: str | Path) -> str:
+    def run(*words):
         command = [sys.executable, "-P", "-m", *words]
         done = subprocess.run(
             command, cwd=tmp_path, env=variables, capture_output=True, text=True

@@ -2,7 +2,6 @@
 their place is a plain computation of what torch's documentation says of them."""
 
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +25,7 @@ SLICES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def kernels(monkeypatch) -> ModuleType:
     """The module, whose import patches verl for the length of a test."""
     verls = "logprobs_from_logits_v2"
     monkeypatch.setattr(torch_functional, verls, getattr(torch_functional, verls))
@@ -66,9 +65,7 @@ def model(attention: str, **window) -> PreTrainedModel:
     "window",
     [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}],
 )
-def test_packed_responses_are_those_alone(
-    window: dict, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
-):
+def test_packed_responses_are_those_alone(window, kernels, monkeypatch):
     """Three in a row, the last of one token, against each alone by sdpa: logits, and the gradients of all parameters. Four
     heads of queries share two of keys."""
     monkeypatch.setattr(kernels.varlen, "varlen_attn", plain_varlen_attn)
@@ -101,7 +98,7 @@ NOT_THERE = [
 
 
 @pytest.mark.parametrize("option", NOT_THERE)
-def test_what_the_kernels_do_not_have_is_refused(option: dict, kernels: ModuleType):
+def test_what_the_kernels_do_not_have_is_refused(option, kernels):
     sizes = {"rows": 1, "cached": 0, **option}
     query = torch.randn(sizes["rows"], 4, 5, 8)
     key = torch.randn(sizes["rows"], 4, 5 + sizes["cached"], 8)
@@ -111,10 +108,10 @@ def test_what_the_kernels_do_not_have_is_refused(option: dict, kernels: ModuleTy
 
 
 @pytest.fixture
-def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def begun(tmp_path, monkeypatch):
     """A run begins, in an environment with these packages: its section of the model."""
 
-    def begin(installed: str, *overrides: str) -> DictConfig:
+    def begin(installed, *overrides):
         monkeypatch.setattr(
             run_life, "find_spec", lambda name: name in installed.split() or None
         )
@@ -142,9 +139,7 @@ def test_a_run_takes_torchs_kernels_unless_it_names_others(begun):
     assert asked(begun("verl_cpu", f"{MODEL}.external_lib=mine"))[0] == ["mine", ours]
 
 
-def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(
-    begun, tmp_path: Path
-):
+def test_verls_model_has_the_attention_and_its_checkpoints_do_not_name_it(begun, tmp_path):
     """Who reads a checkpoint's config.json need not know these kernels; the user's own options are in it."""
     for part in load_shipped():
         part.save_pretrained(tmp_path / "model")

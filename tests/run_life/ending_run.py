@@ -34,7 +34,7 @@ class Worker:
         upload = subprocess.check_output(detach, start_new_session=True)
         return {"worker": os.getpid(), "child": child.pid, "upload": int(upload)}
 
-    def work(self) -> None:
+    def work(self):
         time.sleep(1000)
 
 
@@ -43,16 +43,16 @@ class _Waits:
 
     global_steps = 0
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, config: DictConfig):
         self.config = config
 
-    def init(self) -> None:
+    def init(self):
         pass
 
     def _rollout_server_managers(self) -> list[Any]:
         return []
 
-    def fit(self) -> None:
+    def fit(self):
         # A worker of the user's, which ends with a status of its own and is not started again.
         ray.wait([ray.remote(lambda: os._exit(7)).options(max_retries=0).remote()])
         worker = ray.remote(Worker).options(name="the_worker").remote()
@@ -72,7 +72,7 @@ class _Trainer(KeptRun, _Waits): ...
 class TaskRunner:
     """verl's, by its name."""
 
-    def run(self, config: DictConfig) -> None:
+    def run(self, config: DictConfig):
         watch.INTERVAL = 0.2
         trainer = _Trainer(config)
         trainer.init()

@@ -18,7 +18,7 @@ class KilledRun:
 
     def __init__(
         self, folder: Path, overrides: list[str], *, rows: int, environment: dict[str, str]
-    ) -> None:
+    ):
         self.folder = folder
         self.everybody = set[psutil.Process]()
         self.options = [
@@ -32,7 +32,7 @@ class KilledRun:
             whole_run.start, folder, self.options, rows=rows, **environment
         )
 
-    def _find(self) -> None:
+    def _find(self):
         """Note the driver and the processes below it."""
         for process in psutil.Process().children():
             with suppress(psutil.Error):
@@ -40,11 +40,11 @@ class KilledRun:
                 if f"hydra.run.dir={self.folder / 'hydra'}" in process.cmdline():
                     self.everybody |= {process, *process.children(recursive=True)}
 
-    def await_step(self, step: int) -> None:
+    def await_step(self, step: int):
         """Wait until a step is logged; then the run's processes are known."""
         path = self.folder / "metrics.jsonl"
 
-        def is_logged() -> bool:
+        def is_logged():
             return path.exists() and path.read_text().count("\n") >= step
 
         comes_true(lambda: is_logged() or self.run.done(), STARTED_IN)
@@ -62,10 +62,10 @@ class KilledRun:
             if "VLLM::EngineCore" in " ".join(process.cmdline())
         )
 
-    def end(self, seconds: float) -> None:
+    def end(self, seconds: float):
         """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
 
-        def is_over() -> bool:
+        def is_over():
             living = [*filter(lives, self.everybody)]
             for process in living:
                 with suppress(psutil.Error):
@@ -74,7 +74,7 @@ class KilledRun:
 
         assert comes_true(is_over, seconds, pause=1.0), f"were there: {self.everybody}"
 
-    def kill_all(self) -> None:
+    def kill_all(self):
         """A test that failed ends the processes that it leaves."""
         self._find()
         for process in self.everybody:

@@ -57,7 +57,7 @@ DEFINES = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return tmp_path / "run"
 
 
@@ -103,7 +103,7 @@ def begun(folder: Path) -> Path:
     return folder
 
 
-def test_what_may_change(begun: Path):
+def test_what_may_change(begun):
     """Each pattern names options."""
     names = set()
     for name in ("grail_trainer", "cpu_trainer"):
@@ -113,7 +113,7 @@ def test_what_may_change(begun: Path):
         prepare(_compose(begun, *line.split()))
 
 
-def test_everything_else_defines_a_run(begun: Path):
+def test_everything_else_defines_a_run(begun):
     for option, (stored, value) in DEFINES.items():
         message = _refused(begun, f"{option}={value}")
         assert f"  {option.lstrip('+')}: {stored!r} there, {value!r} here\n" in message
@@ -128,7 +128,7 @@ def test_everything_else_defines_a_run(begun: Path):
     }
 
 
-def test_from_the_start_or_a_named_checkpoint(begun: Path):
+def test_from_the_start_or_a_named_checkpoint(begun):
     """Two runs' checkpoints in one folder would be told apart by nothing."""
     mode = "trainer.resume_mode=resume_path"
     named = (mode, f"trainer.resume_from_path={begun}/checkpoints/global_step_10")
@@ -155,10 +155,10 @@ FILES = {
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_that_was_written_anew_is_another_run_s(file: str, tmp_path: Path):
+def test_a_file_that_was_written_anew_is_another_run_s(file, tmp_path):
     """Under the same name. A clone, its data and its model may move."""
 
-    def overrides(clone: Path) -> list[str]:
+    def overrides(clone):
         # The data are those beside the run, as for every run here.
         return [f"{FILES[name]}={clone / name.split('/')[0]}" for name in [*FILES][1:]]
 
@@ -175,7 +175,7 @@ def test_a_file_that_was_written_anew_is_another_run_s(file: str, tmp_path: Path
     assert f"  {FILES[file]} ({file.split('/')[0]}): another content" in refused
 
 
-def test_each_of_two_files_of_one_name_is_compared(tmp_path: Path):
+def test_each_of_two_files_of_one_name_is_compared(tmp_path):
     """As of two benchmarks, whose files are both called test.parquet."""
     files = [tmp_path / name / "test.parquet" for name in "ab"]
     for file in files:
@@ -190,7 +190,7 @@ def test_each_of_two_files_of_one_name_is_compared(tmp_path: Path):
         assert contents(run) != digests
 
 
-def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path):
+def test_a_definition_that_somebody_wrote_is_shown_escaped(begun):
     """It may hold anything."""
     path = begun / "checkpoints" / RUN_DEFINITION
     stored = json.loads(path.read_text())
@@ -207,9 +207,7 @@ def test_a_definition_that_somebody_wrote_is_shown_escaped(begun: Path):
     assert json.loads(path.read_text())["run"].isalnum()
 
 
-def test_a_folder_is_only_moved_away_after_its_check(
-    begun: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_is_only_moved_away_after_its_check(begun, monkeypatch):
     """By scripts/train_cpu.sh: FRESH=1 lets no other run resume."""
     monkeypatch.setenv("FRESH", "1")
     assert "data.seed" in _refused(begun, "data.seed=7")
@@ -217,7 +215,7 @@ def test_a_folder_is_only_moved_away_after_its_check(
     prepare(_compose(begun, "data.seed=7"))
 
 
-def test_a_dumps_folder_belongs_to_a_run(folder: Path):
+def test_a_dumps_folder_belongs_to_a_run(folder):
     """As that of the checkpoints does; an empty one is nobody's."""
     start(folder, "data.seed=7")
     start(folder)
@@ -226,7 +224,7 @@ def test_a_dumps_folder_belongs_to_a_run(folder: Path):
     start(folder)
 
 
-def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path):
+def test_a_run_is_finished_unless_something_is_left_to_do(begun):
     last = _save(begun, 50)
     with pytest.raises(SystemExit) as ended:
         start(begun)
@@ -246,9 +244,7 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path):
         start(begun)
 
 
-def test_the_last_checkpoints_of_all_starts_stay(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_last_checkpoints_of_all_starts_stay(folder, monkeypatch):
     """With what others put beside verl's files, and steps that are to be written again."""
     monkeypatch.setattr(run_life, "STARTS", ["recipe.run_life"])
     folders = [_save(folder, step) for step in (2, 4, 6, 8, 100)]
@@ -264,7 +260,7 @@ def test_the_last_checkpoints_of_all_starts_stay(
     assert [path.name for path in folders[1].rglob("*")] == ["notes.txt"]
 
 
-def _run_with_children(folder: Path, connection: Connection) -> None:
+def _run_with_children(folder: Path, connection: Connection):
     config = _compose(folder)
     begin_run(prepare(config), config)
     connection.send(subprocess.Popen(["sleep", "300"], close_fds=False).pid)
@@ -272,7 +268,7 @@ def _run_with_children(folder: Path, connection: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path):
+def test_a_folder_is_that_of_one_run_while_it_lives(folder):
     """A process that is killed leaves no lock, whatever becomes of its children; a check takes none."""
     receiver, sender = forked.FORKS.Pipe(duplex=False)
     run = forked.fork(_run_with_children, folder, sender)
@@ -291,9 +287,7 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path):
         run.kill()
 
 
-def test_the_switch_is_the_module_of_verls_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_switch_is_the_module_of_verls_start(folder, monkeypatch):
     registry = dict(TRAINER_REGISTRY)
     monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY", registry)
     run_life.register_trainers()
@@ -310,7 +304,7 @@ def test_the_switch_is_the_module_of_verls_start(
     assert config.trainer.v1.trainer_mode == "grail_sync"
 
 
-def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_metrics_are_one_history(tmp_path, monkeypatch):
     """Of verl's own logger: later lines, and a cut one, go when a run resumes before them."""
     path = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(path))
@@ -331,9 +325,7 @@ def test_metrics_are_one_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("step", "only", "validates"), [(0, False, True), (3, False, False), (3, True, True)]
 )
-def test_the_first_start_alone_validates_before_training(
-    step: int, only: bool, validates: bool
-):
+def test_the_first_start_alone_validates_before_training(step, only, validates):
     """But for a run that does nothing else; the configuration's own value is for every start."""
     seen = []
 
@@ -400,7 +392,7 @@ REQUEST = {
 }
 
 
-def _seeds(monkeypatch: pytest.MonkeyPatch, **changes) -> list[int]:
+def _seeds(monkeypatch, **changes) -> list[int]:
     """The seeds of a response's three turns, for each of which verl's loops send the same parameters."""
     values = {**REQUEST, **changes}
     parameters = {"temperature": 0.7}
@@ -428,9 +420,7 @@ def _seeds(monkeypatch: pytest.MonkeyPatch, **changes) -> list[int]:
     return seeds
 
 
-def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_response_has_its_seed_by_run_step_kind_prompt_number_and_turn(monkeypatch):
     seeds = _seeds(monkeypatch)
     assert _seeds(monkeypatch, uid="b") == seeds, "whenever, and under whatever key"
     changes = {"run": 1, "step": 2, "validate": True, "session_id": 1, "index": 6}

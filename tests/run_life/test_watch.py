@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,7 +24,7 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 @pytest.fixture
-def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def dead(monkeypatch) -> list[str]:
     """The watch's deaths."""
     monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.1)
     dead = []
@@ -33,7 +32,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return dead
 
 
-def test_an_error_is_explained_by_a_death_alone(dead: list[str]):
+def test_an_error_is_explained_by_a_death_alone(dead):
     watched = Watch(list, list)
     with pytest.raises(OSError), watched.guard():
         raise OSError("the disk is full")
@@ -46,7 +45,7 @@ def test_an_error_is_explained_by_a_death_alone(dead: list[str]):
         pass
 
 
-def test_the_trainer_is_interrupted(dead: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_trainer_is_interrupted(dead, monkeypatch):
     """In a lock, as verl's, and though Ctrl-C is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     monkeypatch.setattr(watch, "INTERVAL", 0.05)
@@ -57,9 +56,7 @@ def test_the_trainer_is_interrupted(dead: list[str], monkeypatch: pytest.MonkeyP
     assert isinstance(ended.value.__cause__, KeyboardInterrupt)
 
 
-def test_an_engine_is_dead_if_its_server_says_so_twice(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_an_engine_is_dead_if_its_server_says_so_twice(monkeypatch):
     """A server that is slow is not."""
     monkeypatch.setattr(watch, "SECONDS", 0.5)
     status = [200]
@@ -85,7 +82,7 @@ def test_an_engine_is_dead_if_its_server_says_so_twice(
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("worker", 1), ("driver", -signal.SIGKILL)])
 def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
-    tmp_path: Path, name: str, status: int
+    tmp_path, name, status
 ):
     """A process of the user's has died before, and ended nothing."""
     command = [sys.executable, "-m", "tests.run_life.ending_run", str(tmp_path)]

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def stock_and_uniform(folder: Path, **settings) -> list[Tensor]:
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_uniform_trains_as_the_stock_trainer(tmp_path: Path, options: dict[str, Any]):
+def test_uniform_trains_as_the_stock_trainer(tmp_path, options):
     """Bit for bit: 4 updates, of 4 micro-batches of 2, by a generation batch that is used twice."""
     # A large step, so that a difference of advantages shows in the parameters.
     settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.3, **MICRO}
@@ -116,7 +115,7 @@ def of_responses(trainer: GRPOTrainer) -> Tensor:
     return batch["advantages"][batch["completion_mask"].bool()]
 
 
-def test_bf16_is_accelerates_autocast(tmp_path: Path):
+def test_bf16_is_accelerates_autocast(tmp_path):
     """Which is within the prepared model's forward: advantages are those of float32 but for its rounding."""
     advantages = []
     # The second run moves the files of the first into a folder beside.
@@ -143,7 +142,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str):
+def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path, case):
     """The update is that without these responses: no reward function scores them, TRL's ``None``."""
     values, options = UNUSABLE[case]
     rewards = np.array([[script.outcome for script in RESPONSES], [0.0] * 4 + values])
@@ -168,9 +167,7 @@ def test_a_reward_that_cannot_be_used_trains_nothing(tmp_path: Path, case: str):
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
-def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
-    tmp_path: Path, name: str
-):
+def test_the_others_are_compared_without_a_reward_that_cannot_be_used(tmp_path, name):
     rewards, expected = UNJUDGED[name]
     # The second prompt has usable rewards alone; its responses are the last four.
     rewards = [*rewards, 1.0, 0.0, 1.0, 0.0]
@@ -181,7 +178,7 @@ def test_the_others_are_compared_without_a_reward_that_cannot_be_used(
     torch.testing.assert_close(batch["advantages"][:4], expected_B1 * mask_BT)
 
 
-def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_mean_of_the_runs_loss(tmp_path, monkeypatch):
     """Which a method's threshold is compared with, of two responses: 1 2 and 4."""
     rollouts = []
     monkeypatch.setattr(
@@ -203,7 +200,7 @@ def test_the_mean_of_the_runs_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("loss_type", "tools"), [*((loss, False) for loss in LOSSES), ("bnpo", True)]
 )
 def test_the_update_is_the_same_without_zero_advantage_responses(
-    tmp_path: Path, loss_type: str, tools: bool
+    tmp_path, loss_type, tools
 ):
     """Of micro-batches that hold some, none and only such responses, of which one always stays. The probe draws nothing
     that the run misses, and is made once. Where a loss is divided by a micro-batch's tokens, a tool's do not count."""
@@ -266,7 +263,7 @@ DEPENDING = {
     [*((name, True, 4) for name in DEPENDING), ("dropout", True, 1), ("dropout", False, 4)],
 )
 def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(
-    tmp_path: Path, name: str, skip: bool, size: int
+    tmp_path, name, skip, size
 ):
     """It is refused before the first update; TRL's own training, and a micro-batch of one response, which has no
     neighbour, go on."""
@@ -286,7 +283,7 @@ def test_a_model_whose_responses_depend_on_others_or_chance_skips_nothing(
     assert torch.equal(start, parameters(trainer.model)) == is_refused
 
 
-def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path):
+def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path):
     """And train as in TRL's own trainer where a method has no pass."""
     adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     # Scores of three tokens more than the response has would be shifted by three.
@@ -296,7 +293,7 @@ def test_virtual_tokens_are_refused_where_they_would_shift_scores(tmp_path: Path
     assert torch.equal(*stock_and_uniform(tmp_path, peft_config=adapter))
 
 
-def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path):
+def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path):
     """And more responses than one together."""
     trainer = build(
         tmp_path,
@@ -313,9 +310,7 @@ def test_a_pass_takes_no_more_tokens_than_the_updates_micro_batch(tmp_path: Path
     assert max(rows * length for rows, length in shapes) <= 2 * width
 
 
-def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(
-    tmp_path: Path,
-):
+def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path):
     trainer = trained(tmp_path, log_completions=True)
     figures = trainer.state.log_history[0]
     for name, value in plain_weights(Grail())[0].stats.items():
@@ -327,7 +322,7 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(
     assert generation_batch(trainer)["advantages"].shape == (8,)
 
 
-def test_every_step_is_weighed_by_its_number(tmp_path: Path):
+def test_every_step_is_weighed_by_its_number(tmp_path):
     """Whose control deals the same weights out anew in each."""
     method = Grail(control="shuffled")
     trainer = build(tmp_path, token_weights=method)
@@ -339,9 +334,7 @@ def test_every_step_is_weighed_by_its_number(tmp_path: Path):
     assert not torch.allclose(*by_step)
 
 
-def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(
-    tmp_path: Path,
-):
+def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(tmp_path):
     """Of a model whose padding token is not its end token."""
     scripts = {
         prompt: [
@@ -355,7 +348,7 @@ def test_a_response_that_ends_in_padding_is_as_little_truncated_as_for_trl(
     assert figures["grail/truncated_rate"] == figures["completions/clipped_ratio"] == 0
 
 
-def test_an_adapter_is_part_of_the_policy(tmp_path: Path):
+def test_an_adapter_is_part_of_the_policy(tmp_path):
     """Token advantages are those of the model that it is merged into, and of the answer's format; it alone is trained."""
     torch.manual_seed(0)
     method = Grail("robust", gate="all", leaf="middle")
@@ -388,7 +381,7 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: float):
+def test_the_reference_is_the_model_without_its_adapter(tmp_path, beta):
     """By TRL's forward with a KL term, else by this package's; in a whole training, whose receipt finds nothing."""
     method = method_of("progress_advantage", {"lam": 0.25})
     settings = {"token_weights": method, "peft_config": ADAPTER, "beta": beta}
@@ -409,7 +402,7 @@ def test_the_reference_is_the_model_without_its_adapter(tmp_path: Path, beta: fl
     assert mismatches(folder) == [[], []]
 
 
-def test_rlsd_reads_the_other_columns(tmp_path: Path):
+def test_rlsd_reads_the_other_columns(tmp_path):
     method = method_of("rlsd", {"privileged_column": "solution"})
     tokenizer = char_tokenizer()
     tokenizer.chat_template = (
@@ -492,13 +485,13 @@ EXAMPLES = REFUSED | WARNED
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Arguments]:
+def arguments(tmp_path_factory) -> Callable[..., Arguments]:
     """Makes those of a trainer with other settings than its own: this machine cannot start all of them."""
     trainer = build(
         tmp_path_factory.mktemp("rules"), loss_type="dr_grpo", scale_rewards="group"
     )
 
-    def changed(**example) -> Arguments:
+    def changed(**example):
         method = parse_method(example.get("token_weights", "grail"))
         args = copy(trainer.args)
         # A copy, as the examples share the trainer.
@@ -527,7 +520,7 @@ ALL_RULES = (*rules.RULES, *rules.AGAINST_SKIPPING)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_setting_breaks_its_rule_alone(name: str, arguments: Callable[..., Arguments]):
+def test_a_setting_breaks_its_rule_alone(name, arguments):
     """And is named by TRL's own option, or the method's."""
     settings = arguments(**EXAMPLES[name])
     # One rule and no other.
@@ -544,14 +537,14 @@ def test_a_setting_breaks_its_rule_alone(name: str, arguments: Callable[..., Arg
         check_rules([replace(rule, warned=False)], settings)
 
 
-def test_every_rule_has_an_example(arguments: Callable[..., Arguments]):
+def test_every_rule_has_an_example(arguments):
     """So that a rule that goes leaves an example that nothing refuses, or warns of; the trainer itself breaks none."""
     examples = [arguments(**example) for example in EXAMPLES.values()]
     assert all(any(rule.when(settings) for settings in examples) for rule in ALL_RULES)
     assert not any(rule.when(arguments()) for rule in ALL_RULES)
 
 
-def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path):
+def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path):
     """Which every response trains."""
     router = Family("qwen3_moe", {"output_router_logits": True})
     model = router.build(vocab_size=len(world.PIECES), max_position_embeddings=4096)
@@ -559,7 +552,7 @@ def test_no_response_is_left_out_of_the_loss_of_a_router(tmp_path: Path):
         build(tmp_path, model=model, token_weights="uniform", skip_zero_advantage=True)
 
 
-def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path):
+def test_options_are_refused_as_a_trainer_is_made(tmp_path):
     """And the published ones mean an update of 256 responses with any number of processes."""
     for option, settings in (
         ("loss_type", {"loss_type": "luspo"}),
@@ -575,9 +568,7 @@ def test_options_are_refused_as_a_trainer_is_made(tmp_path: Path):
     assert published.generation_batch_size == 256 and published.num_iterations == 4
 
 
-def test_another_trl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_another_trl(tmp_path, monkeypatch, caplog):
     """A newer one is warned of; refused is one without an overridden method, or with other advantages in its loss."""
     for name, texts in world.WORLD["relied_on"].items():
         # Texts without which an override does something else than it says.

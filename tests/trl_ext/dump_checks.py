@@ -75,7 +75,7 @@ def written_down(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         ("stare", hosts.TRUNCATED),
     ],
 )
-def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: int | None):
+def test_the_dump_is_that_of_a_plain_model(tmp_path, name, masked):
     """Bit for bit, as every number comes from the same computation in the same micro-batches. A response that TRL masks
     keeps its tokens, and receives nothing."""
     method = hosts.signal_of(name)
@@ -133,7 +133,7 @@ def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, masked: in
         assert_allclose(received_T, row.advantage_T, rtol=1e-3, atol=1e-5)
 
 
-def test_steps_rows_resuming_and_a_second_training(tmp_path: Path):
+def test_steps_rows_resuming_and_a_second_training(tmp_path):
     """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones,
     and one from step 0 leaves those of an earlier training alone. A folder of a training that lives is refused."""
     tokens = tmp_path / "tokens"
@@ -172,7 +172,7 @@ def test_steps_rows_resuming_and_a_second_training(tmp_path: Path):
         pass
 
 
-def test_the_effect_is_the_change_by_the_update(tmp_path: Path):
+def test_the_effect_is_the_change_by_the_update(tmp_path):
     """Of the written responses, in every second step, against the models before and after it. A small step of plain
     gradient descent moves most tokens with their advantage."""
     trained(
@@ -209,11 +209,11 @@ def test_the_effect_is_the_change_by_the_update(tmp_path: Path):
     assert step in (2, 3) and 0.5 < moved <= 1
 
 
-def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path: Path):
+def test_a_training_that_breaks_off_has_written_what_it_had(tmp_path):
     trainer = build(tmp_path, token_dump=tmp_path / "tokens", max_steps=2)
     compute = trainer._compute_loss
 
-    def loss(*arguments) -> Tensor:
+    def loss(*arguments):
         # In the second step, before its backward.
         if trainer.state.global_step:
             raise KeyboardInterrupt
@@ -239,7 +239,7 @@ def received(
 
 
 @pytest.fixture(scope="module")
-def unread(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+def unread(tmp_path_factory) -> Tensor:
     """The parameters after two generation batches whose updates nobody reads."""
     folder = tmp_path_factory.mktemp("unread")
     result = received(folder, reads=False, max_steps=8)
@@ -264,9 +264,7 @@ def unread(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_a_run_received_what_it_intended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict
-):
+def test_a_run_received_what_it_intended(tmp_path, monkeypatch, options):
     """By TRL's losses, also those with which token weights are refused."""
     loss_type = options["loss_type"]
     is_refused = bool({*options} & {"token_weights", "importance_sampling_level"})
@@ -286,7 +284,7 @@ def test_a_run_received_what_it_intended(
     assert max(np.abs(row.by_update_KT[1] - row.advantage_T).max() for row in rows) > 1e-3
 
 
-def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path: Path):
+def test_the_scale_of_losses_in_float16_is_divided_out(tmp_path):
     trainer = build(tmp_path, token_weights="uniform", token_dump=tmp_path / "tokens")
     # The loss is 8 times as large before the backward.
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -300,7 +298,7 @@ class Doubling(TokenWeightGRPOTrainer):
 
 
 def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_are_not_read(
-    tmp_path: Path,
+    tmp_path,
 ):
     received(tmp_path / "doubling", Doubling)
     assert mismatches(tmp_path / "doubling") == [["scaled"]]
@@ -312,9 +310,7 @@ def test_a_fault_in_the_trainer_is_named_and_updates_over_several_generations_ar
 
 
 @pytest.mark.parametrize("place", ["check", "loss_mask", "Gradient", "Piece"])
-def test_an_error_in_the_receipt_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: Tensor, place: str
-):
+def test_an_error_in_the_receipt_stops_nothing(tmp_path, monkeypatch, unread, place):
     """As it reads, gathers or compares; the first of two receipts has one, the training is that without."""
     correct = getattr(dump_module, place)
     failed = []

@@ -43,7 +43,7 @@ GOLD = {chain.text: str(chain.answer) for chain in map(Problem.parse, TEXTS)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """With the model of the CPU example and a file of problems."""
     folder = tmp_path_factory.mktemp("example")
     for part in load_shipped():
@@ -85,7 +85,7 @@ def run(folder: Path, program: str, *arguments: str, succeeds: bool = True) -> s
     return output
 
 
-def test_a_run_with_lora_its_dump_and_its_report(folder: Path):
+def test_a_run_with_lora_its_dump_and_its_report(folder):
     # Small enough for a CPU: 32 responses an update.
     options = "--model model --data problems.jsonl --held-out problems.jsonl --output out --lora-rank 4 --bf16"
     options += " --prompts 8 --rollouts 4 --micro-batch 32 --max-response 64 --dump-every 1 --steps 2"
@@ -113,7 +113,7 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path):
     assert write_report(folder / "out").stat().st_size > 50_000
 
 
-def test_the_pages_script_and_its_completions(folder: Path):
+def test_the_pages_script_and_its_completions(folder):
     """As it stands, but for model, data and size; ``analyze`` reads TRL's table of completions, whose rewards it has."""
     rows = [{"question": text, "answer": f"so\n#### {gold}"} for text, gold in GOLD.items()]
     (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -143,7 +143,7 @@ def test_the_pages_script_and_its_completions(folder: Path):
     assert seen == dumped
 
 
-def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path):
+def test_the_tiny_run_needs_no_model_and_no_data(tmp_path):
     """Killed while checkpoint 2 was saved, of which ``trainer_state.json`` is the last file, it resumes from checkpoint 1."""
     sizes = "--save-steps 1 --prompts 8 --rollouts 4 --micro-batch 32 --eval-every 9"
     command = [EXAMPLE, "--tiny", "--method", "uniform", *sizes.split()]
@@ -163,9 +163,7 @@ def test_the_tiny_run_needs_no_model_and_no_data(tmp_path: Path):
     assert json.loads(state.read_text())["log_history"] == history, "nothing is replaced"
 
 
-def test_five_arms_run_once_each_and_uniform_is_stock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_five_arms_run_once_each_and_uniform_is_stock(tmp_path, monkeypatch, capsys):
     """In the plan's order; of a second start, the run that had not ended. The two train to the same bits."""
     monkeypatch.chdir(tmp_path)
     sizes = {
@@ -215,7 +213,7 @@ def test_five_arms_run_once_each_and_uniform_is_stock(
     assert all(float(part[6]) < 1e-4 for part in parts)
 
 
-def test_a_run_with_the_published_arguments(folder: Path):
+def test_a_run_with_the_published_arguments(folder):
     """What TRL trains with is the table, but for what a CPU lacks; the prompts end as published, with U+0008. Defaults
     of the table are TRL's."""
     overrides = {

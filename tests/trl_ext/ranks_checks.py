@@ -66,7 +66,7 @@ def run(rank: int, world_size: int, port: int, folder: Path):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Results and dumps of the run with two ranks, and of the same run with one."""
     folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
@@ -108,7 +108,7 @@ CLOSE = {"advantage_T": 2e-3} | dict.fromkeys(
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_ranks_train_like_one(folder: Path, name: str):
+def test_two_ranks_train_like_one(folder, name):
     """Parameters, figures, the dump with every advantage, and a receipt without a finding."""
     alone, first, second = (
         torch.load(folder / f"result{rank}of{size}.pt")[name]
@@ -169,7 +169,7 @@ def differences_on_card(folder: Path) -> dict[str, float]:
     return differences
 
 
-def test_weights_on_another_device_are_those_of_the_cpu(tmp_path: Path):
+def test_weights_on_another_device_are_those_of_the_cpu(tmp_path):
     """One that mixes with no tensor of the CPU and has no float64, as Apple's MPS."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
         differences = process.submit(differences_on_card, tmp_path).result()

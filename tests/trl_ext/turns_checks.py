@@ -1,7 +1,6 @@
 """Credit by turn in TRL, with tools and environments; run by test_trl.py with TRL on the path."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def assert_batches(batches: Sequence[dict[str, Any]], advantages: dict[str, list
     assert sorted(scripts) == sorted(advantages)
 
 
-def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Path):
+def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path):
     """What an environment earns by calls, also in parallel, and by calls that fail before it or in it. Two iterations
     in micro-batches; a tool's tokens receive nothing."""
     settings = {
@@ -102,7 +101,7 @@ def test_rewards_by_turn_and_their_way_into_dump_receipt_and_report(tmp_path: Pa
     [{"tools": [world.GAME.guess]}, {"environment_factory": Guess}],
     ids=["tools", "an environment"],
 )
-def test_what_a_reward_function_logs_comes_first(tmp_path: Path, environment: dict):
+def test_what_a_reward_function_logs_comes_first(tmp_path, environment):
     """As the page's ``judge.py``; an environment's own reward counts, too."""
     options = {"token_weights": "turn_rloo", "token_weight_options": {"align": "turns"}}
     scripts = []
@@ -120,18 +119,18 @@ def test_what_a_reward_function_logs_comes_first(tmp_path: Path, environment: di
     assert_batches(trainer.seen, expected(scripts))
 
 
-def test_the_outcome_is_trls_weighted_sum(tmp_path: Path):
+def test_the_outcome_is_trls_weighted_sum(tmp_path):
     """Of reward functions and the environment's own, with what the environment earns after the last turn; an
     environment that keeps its list counts from its length."""
 
     class Rewarding(Guess):
-        def reset(self, number: int, **row):
+        def reset(self, number, **row):
             # A list that grows over the episodes.
             rewards = getattr(self, "tool_rewards", [])
             super().reset(number)
             self.tool_rewards = rewards
 
-        def get_reward(self) -> float:
+        def get_reward(self):
             self.tool_rewards.append(0.125)
             return 0.5
 
@@ -151,7 +150,7 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def complete(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def complete(tmp_path_factory) -> list[Any]:
     """The rows of a dump of conversations that no limit ends."""
     folder = tmp_path_factory.mktemp("complete")
     trained(folder, token_dump=folder, **talks() | ENVIRONMENT)
@@ -161,9 +160,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize(
     ("limit", "masked"), [(150, False), (200, True), (250, False), (300, True)]
 )
-def test_conversations_that_end_at_the_limit(
-    tmp_path: Path, complete: list[Any], limit: int, masked: bool
-):
+def test_conversations_that_end_at_the_limit(tmp_path, complete, limit, masked):
     """Within a turn, or at a tool's answer, which TRL drops: the reward of its call is with the last turn there is.
     ``mask_truncated_completions`` takes a response out of the loss, and not from its siblings."""
     # So long that some conversations end, and some do not.
@@ -194,11 +191,11 @@ def test_conversations_that_end_at_the_limit(
         assert_allclose(row.advantage_T, expected_T, rtol=1e-5, atol=1e-6)
 
 
-def test_fields_that_are_refused(tmp_path: Path):
+def test_fields_that_are_refused(tmp_path):
     """Nowhere, and not one value a response."""
 
     # Two values a response.
-    def twice(**named) -> list[float]:
+    def twice(**named):
         return judge(**named) and judge(**named)
 
     for name, reward in (("elsewhere", judge), ("tool_rewards", twice)):

@@ -143,7 +143,7 @@ def speaks(model, scripts: Scripts):
     """The model, which says what is written down for the conversation so far: the k-th response to a prompt is the k-th
     of its scripts."""
 
-    def generate(input_ids: Tensor, attention_mask: Tensor, **_) -> Tensor:
+    def generate(input_ids, attention_mask, **_):
         seen = Counter()
         responses = []
         for ids_P, mask_P in zip(

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,9 +52,7 @@ def test_nothing_of_it_is_used_on_other_platforms():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(300,), (5, 60)])
-def test_log_probabilities_are_exact(
-    shape: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_log_probabilities_are_exact(shape, dtype, monkeypatch):
     """Of chunks that do not divide the rows and of labels at both ends of the vocabulary: values and gradients are verl's bit
     for bit, and in bfloat16 those of float64 to float32's rounding, where verl's are rounded to 8 bits."""
     name = "logprobs_from_logits_v2"
@@ -72,7 +70,7 @@ def test_log_probabilities_are_exact(
     labels[-1] = 36
     upstream = torch.randn(shape, generator=generator)
 
-    def results(function: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
+    def results(function, dtype):
         """The values and their gradient."""
         leaf = logits.clone().to(dtype).requires_grad_()
         values = function(leaf, labels)
@@ -95,9 +93,7 @@ def test_log_probabilities_are_exact(
         assert all(map(torch.equal, verls, ours))
 
 
-def test_weights_arrive_twice_and_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_weights_arrive_twice_and_leave_nothing(tmp_path, monkeypatch):
     """From two trainer ranks to two rollout workers. The second synchronisation brings the second weights; a rollout
     worker may ask before the trainer has written."""
     monkeypatch.setattr(checkpoint_engine, "FOLDER", tmp_path)
@@ -157,7 +153,7 @@ CLIENT = ROOT / "packages/verl-cpu/verl_cpu/workers/client.py"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[subprocess.Popen]:
+def server(tmp_path) -> Iterator[subprocess.Popen]:
     """A server of forks that imports next to nothing."""
     path = tmp_path / "socket's folder/socket"
     path.parent.mkdir()
@@ -174,9 +170,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen]:
     process.wait()
 
 
-def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(
-    server: subprocess.Popen, tmp_path: Path
-):
+def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(server, tmp_path):
     """Ray reads the job's number while it is imported: a fork for another job would take itself for the first one's. The
     server ends with the run's own process, and removes its folder; without a server Python runs."""
     script = tmp_path / "script.py"
@@ -184,7 +178,7 @@ def test_a_worker_is_a_fork_with_the_environment_that_ray_gave_it(
     address = server.args[-2]
     client = ["nice", "-n3", sys.executable, "-IS", CLIENT, address, script, "-x"]
 
-    def worker(answer: str, job: str = "01000000") -> dict:
+    def worker(answer, job="01000000"):
         """What it sees of itself; it must say on stderr what it was given on stdin."""
         environment = {"RAY_JOB_ID": job, "RAY_RAYLET_PID": "7", "NUMBER": answer}
         streams = {"input": answer, "capture_output": True, "text": True}

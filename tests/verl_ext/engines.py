@@ -186,7 +186,7 @@ def whole_blocks(engine) -> Iterator[list[int]]:
     ]
     held = []
 
-    def count(_gradient: torch.Tensor | None = None):
+    def count(_gradient=None):
         full = [getattr(group.fsdp_params[0], "_unsharded_param", None) for group in groups]
         # FSDP2 frees a block by giving its storage back; the tensor stays.
         held.append(
@@ -196,7 +196,7 @@ def whole_blocks(engine) -> Iterator[list[int]]:
             )
         )
 
-    def watch(_module: torch.nn.Module, _args: tuple, output: torch.Tensor):
+    def watch(_module, _args, output):
         if output.requires_grad:
             output.register_hook(count)
 

@@ -199,7 +199,7 @@ class Workers:
         self.forwards += 1
         return batch
 
-    def compute_token_scores(self, request: TensorDict) -> TensorDict:
+    def compute_token_scores(self, request) -> TensorDict:
         signal = tu.get(request, "signal")
         scores = []
         for row in rows_of(request):

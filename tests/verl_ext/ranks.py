@@ -517,7 +517,7 @@ class Rank:
         for row in rows.values():
             row["old_log_probs"] = row["rollout_log_probs"]
 
-        def advantages(update: int, *overrides: str) -> torch.Tensor:
+        def advantages(update, *overrides):
             Sizes(rows=3).set(engine)
             step = Step(
                 *overrides, rows=rows, mode="separate_async", workers=lambda *_: workers

@@ -39,7 +39,7 @@ def output_of(texts: list[str], **how) -> AgentLoopOutput:
 
 
 @pytest.mark.parametrize(("texts", "expected"), CASES.values(), ids=CASES)
-def test_the_calls_of_each_turn(texts: list[str], expected: list[list[float]]):
+def test_the_calls_of_each_turn(texts, expected):
     output = output_of(texts, loop_class=TurnToolAgent, calls=2)
     stock = output_of(texts, calls=2)
     assert stock.extra_fields["tool_rewards"] == list(chain(*expected))
@@ -50,9 +50,7 @@ def test_the_calls_of_each_turn(texts: list[str], expected: list[list[float]]):
 
 
 @pytest.mark.parametrize("loop_class", [ToolAgentLoop, TurnToolAgent])
-def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
-    loop_class: type[ToolAgentLoop],
-):
+def test_a_call_whose_answer_does_not_fit_keeps_its_turn(loop_class):
     """Also in verl's own loop, which lists the call's reward before it finds no room for the answer: two turns, two
     rewards."""
     complete = output_of([FIRST, SECOND, BOX])
@@ -65,9 +63,7 @@ def test_a_call_whose_answer_does_not_fit_keeps_its_turn(
     assert output.extra_fields.get("call_rewards", [[1.0], [1.0]]) == [[1.0], [1.0]]
 
 
-def test_calls_that_end_in_another_order_and_tools_without_a_reward(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_calls_that_end_in_another_order_and_tools_without_a_reward(monkeypatch):
     """verl leaves a reward of ``None`` out of its list, which shifts the others."""
     rewards = [0.25, None, -1.0]
     inner = ToolAgentLoop._call_tool
@@ -104,9 +100,7 @@ def _module(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize(("turns", "worth", "limit"), TALKS)
-def test_the_loop_and_its_rewards_have_the_same_turns(
-    turns: list[str], worth: list[float], limit: int
-):
+def test_the_loop_and_its_rewards_have_the_same_turns(turns, worth, limit):
     """The score is their sum, a response ends where it is full, and the command's method sees what follows each turn."""
     (entry,) = yaml.safe_load((FOLDER / "my_loop.yaml").read_text())
     assert entry == {"_target_": "my_loop.CheckAgain", "name": "check_again"}

@@ -20,7 +20,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
-from grail_advantage import Grail, Method, Oar
+from grail_advantage import Grail, Oar
 from grail_advantage.answers.tokenizers import save_repaired
 from grail_advantage.locks import let_go
 from grail_advantage.method import build, methods
@@ -143,7 +143,7 @@ def _refused(*overrides: str, words: str):
 
 
 @pytest.mark.parametrize(("override", "words"), MEANINGLESS.items())
-def test_names_and_values_that_mean_nothing_are_refused(override: str, words: str):
+def test_names_and_values_that_mean_nothing_are_refused(override, words):
     _refused(override, words=words)
 
 
@@ -176,7 +176,7 @@ def test_verls_own_estimators_meet_none_of_the_refusals_of_methods():
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_accepted(case: str):
+def test_accepted(case):
     config = _compose(*ACCEPTED[case])
     mode = config.trainer.v1.trainer_mode
     prepare(config)
@@ -184,7 +184,7 @@ def test_accepted(case: str):
 
 
 @pytest.mark.parametrize("choice", ENGINES)
-def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(choice: str):
+def test_other_engines_than_fsdp_run_methods_without_a_pass_alone(choice):
     """With verl's own configurations, of which two engines have none of an actor; the engines are not installed here."""
     chunked = f"{ACTOR}.{ENGINES[choice]}entropy_from_logits_with_chunking=True"
     config = compose(
@@ -217,7 +217,7 @@ def test_yaml_names_every_option_with_its_default():
 
 
 def test_options_come_from_the_methods_section():
-    def parsed(name: str, **sections) -> Method | None:
+    def parsed(name, **sections):
         algorithm = {"adv_estimator": name, **sections}
         return Settings.parse(OmegaConf.create({"algorithm": algorithm})).method
 
@@ -237,7 +237,7 @@ def test_options_come_from_the_methods_section():
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])
 @pytest.mark.parametrize("option", ["path", "tokenizer_path"])
 def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
-    estimator: str, option: str, tmp_path: Path
+    estimator, option, tmp_path
 ):
     broken = save_as_llamas(build_tokenizer(), tmp_path / "model")
     overrides = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
@@ -248,7 +248,7 @@ def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(
     prepare(_compose(*overrides, f"++{MODEL}.tokenizer_path={tmp_path / 'repaired'}"))
 
 
-def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path):
+def test_a_tokenizer_without_bytes_is_refused(tmp_path):
     tokenizer = build_tokenizer()
     steps = [decoders.Replace(Regex("~~~~"), "~"), tokenizer.backend_tokenizer.decoder]
     tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
@@ -268,9 +268,7 @@ def test_a_method_in_a_trainer_without_token_weights_is_refused():
             compute_advantage(data, name, config=None)
 
 
-def test_what_the_start_writes_for_the_trainers_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_the_start_writes_for_the_trainers_process(tmp_path, monkeypatch):
     """The whole path of the dump, and the modules that verl imports."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "recipe.verl_start")
@@ -281,9 +279,7 @@ def test_what_the_start_writes_for_the_trainers_process(
     assert OmegaConf.select(config, name) == "recipe.verl_start"
 
 
-def test_a_trl_that_verls_workers_fail_over_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path, monkeypatch):
     package = tmp_path / "trl"
     (package / "experimental" / "ppo").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -298,7 +294,7 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(
         (package / place).write_text("")
 
 
-def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_another_verl_is_refused(monkeypatch):
     monkeypatch.delenv(checks.ANY_VERL, raising=False)
     # A local version is another build of the same source.
     for accepted in ("0.9.1", "0.9.1+cpu"):
@@ -311,7 +307,7 @@ def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch):
         checks.check_verl_version("0.10.0")
 
 
-def test_verls_own_command_locks_the_dumps_folder(tmp_path: Path):
+def test_verls_own_command_locks_the_dumps_folder(tmp_path):
     """A second start there is refused while the first lives, before verl goes on."""
     overrides = [f"{METHOD}=grail", f"++{DUMP_FOLDER}={tmp_path}", *REQUIRED]
     # The lock is this process's; another one asks for it.
@@ -350,7 +346,7 @@ def _main(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path: Path):
+def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path):
     """Resolved, with the trainer's mode as it is written in an override."""
     folder = tmp_path / "run"
     done = _main(*RECIPE, f"run.folder={folder}", "algorithm.grail.leaf=last", DRY_RUN="1")
@@ -363,7 +359,7 @@ def test_a_dry_run_prints_the_configuration_and_nothing_else(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_section(
-    tmp_path: Path,
+    tmp_path,
 ):
     """What is logged is not among its YAML, such as that the prompts of the data ask for another format."""
     prompt = [{"role": "user", "content": 'after "####".'}]
@@ -388,9 +384,7 @@ def test_a_dry_run_of_verls_own_command_prints_the_defaults_of_the_methods_secti
         (STOCK, f"{MODE}=mine", "0"),
     ],
 )
-def test_refused_before_ray_starts(
-    command: tuple[str, ...], override: str, dry_run: str, tmp_path: Path
-):
+def test_refused_before_ray_starts(command, override, dry_run, tmp_path):
     """In a dry run too, and by verl's own configuration."""
     folder = f"hydra.run.dir={tmp_path}" if command is STOCK else f"run.folder={tmp_path}"
     done = _main(*command, folder, override, DRY_RUN=dry_run)
@@ -398,7 +392,7 @@ def test_refused_before_ray_starts(
     assert done.returncode != 0 and message in done.stderr
 
 
-def test_a_dry_run_is_for_methods(monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_is_for_methods(monkeypatch):
     """With verl's own estimators verl goes on."""
     config = compose("ppo_trainer", [*STOCK, f"{METHOD}=grpo"], VERL)
     validated = Mock()

@@ -56,7 +56,7 @@ class ModelWorkers:
                 fields[verls] = pad(columns[name][place, :count], (start - 1, 1))
         return batch
 
-    def compute_token_scores(self, request: TensorDict) -> TensorDict:
+    def compute_token_scores(self, request) -> TensorDict:
         # As Ray sends it.
         request = pickle.loads(pickle.dumps(request))
         model = HuggingFaceModel(
@@ -132,7 +132,7 @@ REJECTED = [(name, 2) for name in ("grail", "step_values", "high_entropy", "turn
     ("name", "rejected"),
     [*((name, None) for name in (*hosts.METHODS, "grail_robust", *CONTROLS)), *REJECTED],
 )
-def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, name: str, rejected: int | None):
+def test_the_dump_is_that_of_a_plain_model(tmp_path, name, rejected):
     """Bit for bit, as every number comes from the same computation on the same response alone."""
     signal = CONTROLS[name] if name in CONTROLS else hosts.signal_of(name)
     table = expected(signal, rejected)

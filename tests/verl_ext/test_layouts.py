@@ -89,7 +89,7 @@ def steps_of(name: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str):
+def test_advantages_are_weight_times_verls_and_nothing_else_differs(name):
     """The weights themselves are in ``test_hosts.py``."""
     verl, ours = steps_of(name)
     moved = 0
@@ -117,9 +117,7 @@ def test_advantages_are_weight_times_verls_and_nothing_else_differs(name: str):
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
-def test_a_trainer_has_the_replay_buffer_of_verls_own(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_trainer_has_the_replay_buffer_of_verls_own(mode, monkeypatch):
     """Which verl chooses by its own names of the modes."""
     monkeypatch.setattr(get_trainer_cls(mode), "__init__", lambda self, config: None)
     config = Step().trainer.config

@@ -69,7 +69,7 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(tmp_path_factory) -> Pair:
     """A method a step, two of a package that is installed, by the trainer of docs/own_trainer.md, until the engine is killed
     after the last one; then everything after a checkpoint is as a kill in the last step leaves it, and the run resumes."""
     folder = tmp_path_factory.mktemp("methods")
@@ -138,7 +138,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_advantages_are_weight_times_grpos(pair: Pair, name: str):
+def test_advantages_are_weight_times_grpos(pair, name):
     """The base is recomputed from the rewards, and the product is what verl's actor was given."""
     step = NAMES.index(name) + 1
     rows = pair.resumed.dump(step)
@@ -163,7 +163,7 @@ def test_advantages_are_weight_times_grpos(pair: Pair, name: str):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_weights_are_those_of_the_plain_function(pair: Pair, name: str):
+def test_weights_are_those_of_the_plain_function(pair, name):
     """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
     rows = pair.resumed.dump(NAMES.index(name) + 1)
     signal = build(name, OPTIONS.get(name, {}))
@@ -194,7 +194,7 @@ def test_weights_are_those_of_the_plain_function(pair: Pair, name: str):
     assert any(row.advantage_T.any() for row in rows), "nothing to compare"
 
 
-def test_dump_joins_verls_own_rollout_dump(pair: Pair):
+def test_dump_joins_verls_own_rollout_dump(pair):
     """verl's ``uid`` is the dump's ``key``, and what both know of a response is the same."""
     lines = (pair.resumed.folder / "rollouts" / "2.jsonl").read_text().splitlines()
     verls = {line["uid"]: line for line in map(json.loads, lines)}
@@ -209,9 +209,7 @@ def test_dump_joins_verls_own_rollout_dump(pair: Pair):
         assert facts == [verls[row.key][name] for name in names]
 
 
-def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(
-    pair: Pair,
-):
+def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair):
     """As where memory runs short. That no process is left the fixture has waited for."""
     result = pair.killed.run.result()
     assert result.returncode == 1
@@ -229,7 +227,7 @@ def _lines(folder: Path) -> list[dict]:
     return list(map(json.loads, lines))[: STEPS + 1]
 
 
-def test_every_step_is_logged_once(pair: Pair):
+def test_every_step_is_logged_once(pair):
     """The first validation too; what was logged up to the checkpoint is what the first life logged."""
     lines = _lines(pair.resumed.folder)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
@@ -237,7 +235,7 @@ def test_every_step_is_logged_once(pair: Pair):
     assert lines[: KILLED_BEHIND + 1] == _lines(pair.uninterrupted)[: KILLED_BEHIND + 1]
 
 
-def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair):
+def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair):
     later = slice(KILLED_BEHIND + 1, None)
     lives = [_lines(folder)[later] for folder in (pair.uninterrupted, pair.resumed.folder)]
     for first, second in zip(*lives, strict=True):
@@ -259,7 +257,7 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair):
     )
 
 
-def test_dumps_are_the_same(pair: Pair):
+def test_dumps_are_the_same(pair):
     """Each token, score, weight and advantage of every response, in the same order, under the same key."""
     steps = list(range(1, STEPS + 1))
     dumps = [

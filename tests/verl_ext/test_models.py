@@ -18,7 +18,7 @@ OPTIONS = {"preset": "robust", "gate": "all", "leaf": "middle"}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scores_and_weights_are_those_of_plain_autograd(name: str):
+def test_scores_and_weights_are_those_of_plain_autograd(name):
     """In float64, one response at a time and without padding; by the largest value of each response."""
     model = ARCHITECTURES[name].build().eval()
     batch = make_batch(BATCH, "both")

@@ -56,8 +56,8 @@ def test_fetches_and_computes_everything_once():
     assert not {"raw_prompt", "extra_fields", "ref_log_prob"} & step.store.fetched.keys()
 
 
-def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch):
-    def in_hashes(text: str) -> str:
+def test_answers_in_another_format(monkeypatch):
+    def in_hashes(text):
         return text.replace("\\boxed{", "#### ").replace("}", " ")
 
     rows = {
@@ -87,9 +87,7 @@ class OtherAdvantages(TokenWeightTrainer, NegativeAdvantages):
     """Its correct responses are those with a negative advantage."""
 
 
-def test_a_trainers_own_advantages_have_the_last_word(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_a_trainers_own_advantages_have_the_last_word(caplog):
     """They are not made again where a reward cannot be used: that response trains nothing, and those with a finite advantage
     keep it."""
     step = Step(cls=OtherAdvantages)
@@ -122,7 +120,7 @@ def scored(rewards: Sequence[float], *overrides: str) -> Step:
 
 
 @pytest.mark.parametrize("name", UNJUDGED)
-def test_a_reward_that_cannot_be_used_trains_nothing(name: str):
+def test_a_reward_that_cannot_be_used_trains_nothing(name):
     """The others to its prompt are compared without it, as in TRL; those to another prompt are as they were."""
     rewards, expected = UNJUDGED[name]
     step = scored(rewards)
@@ -142,7 +140,7 @@ def test_a_reward_that_cannot_be_used_trains_nothing(name: str):
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_base_does_not_see_responses_without_a_reward(base: str, lost: int):
+def test_a_base_does_not_see_responses_without_a_reward(base, lost):
     """Its advantages are those of a batch without them. Of one output of a session verl's GRPO makes the session's."""
     rewards = [1.0, 0.5, 0.0, 0.0]
     complete = scored(rewards, f"{BASE}={base}")
@@ -165,7 +163,7 @@ MEANS = [
 
 
 @pytest.mark.parametrize(("aggregation", "factor", "mean"), MEANS)
-def test_the_mean_of_the_runs_loss(aggregation: str, factor: int | None, mean: float):
+def test_the_mean_of_the_runs_loss(aggregation, factor, mean):
     """Which a method's threshold is compared with; without a factor the last one divides by the batch's width."""
     options = [
         f"{ACTOR}.loss_agg_mode={aggregation}",
@@ -211,7 +209,7 @@ class TestLeavingOut:
         assert padded.metrics["token_weights/skipped_responses"] == 2
 
     @pytest.mark.parametrize("skips", [True, False])
-    def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, skips: bool):
+    def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, skips):
         step = self.step(*[f"{ACTOR}.shuffle=True"] * skips, skips=skips)
         (request,) = step.workers.updates
         assert request.keys == [key for key, *_ in ROWS]
@@ -219,9 +217,7 @@ class TestLeavingOut:
         assert any("skipped" in name for name in step.metrics) == skips
 
 
-def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(monkeypatch):
     """The ranks are asked in the layout, up to the length and at the temperature of the run. One of them computes in
     single precision, where a smaller difference is no rounding."""
     monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", lambda self: None)
@@ -240,10 +236,10 @@ def test_responses_are_left_out_where_no_rank_finds_that_they_depend_on_others(
         probe.assert_called_once_with(UPDATE, 70, 0.7)
 
 
-def test_a_base_whose_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_base_whose_tokens_differ_is_refused(monkeypatch):
     """An estimator of one's own: those of verl that do are refused at the start."""
 
-    def by_token(token_level_rewards: torch.Tensor, **_):
+    def by_token(token_level_rewards, **_):
         return token_level_rewards, token_level_rewards
 
     monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, "by_token", by_token)
@@ -262,9 +258,7 @@ class TestStart:
     """What the trainer takes from the model's folder, and the workers that it starts."""
 
     @pytest.mark.parametrize(("max_model_len", "context"), [("null", 48), ("32", 32)])
-    def test_the_context_and_the_end_tokens(
-        self, tmp_path: Path, max_model_len: str, context: int
-    ):
+    def test_the_context_and_the_end_tokens(self, tmp_path, max_model_len, context):
         """verl's server takes the model's positions where rollout.max_model_len is unset; options of the model count."""
         build_tokenizer().save_pretrained(tmp_path)
         # vLLM ends a response at these, too.
@@ -278,7 +272,7 @@ class TestStart:
         assert trainer._context_length == context
         assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
 
-    def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path: Path):
+    def test_a_tokenizer_that_loses_text_ends_the_run(self, tmp_path):
         """One that the driver could not look at, as it was not there yet."""
         folder = save_as_llamas(build_tokenizer(), tmp_path / "model")
         with pytest.raises(ValueError, match="tokenizer"):
@@ -293,9 +287,7 @@ class TestStart:
     @pytest.mark.parametrize(
         ("strategy", "replaced"), [("megatron", False), ("fsdp2", True)]
     )
-    def test_workers_of_other_engines_are_verls_own(
-        self, strategy: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_workers_of_other_engines_are_verls_own(self, strategy, replaced, monkeypatch):
         def init_resource_pool_mgr(self):
             self.role_worker_mapping = {Role.ActorRollout: ActorRolloutRefWorker}
 
@@ -325,7 +317,7 @@ TRUNCATED = {
 
 
 @pytest.mark.parametrize("case", TRUNCATED)
-def test_what_is_truncated(case: str):
+def test_what_is_truncated(case):
     """Of responses of at most 6 tokens to prompts of at most 3; ``f`` ends a turn as ``<end>`` does, and a tool wrote cd after
     it. SGLang has one position less."""
     # Such as vLLM, a context of 100 tokens and a prompt of one.
@@ -353,7 +345,7 @@ def test_a_group_meets_on_a_rank_and_copies_that_fill_one_up_belong_to_none():
     """Of two ranks: the first gets the responses 0 and 2, the other one response 1 and a copy."""
     requests = []
 
-    def score(request: TensorDict) -> TensorDict:
+    def score(request):
         requests.extend(rows_of(request))
         scores = [torch.full((row.length,), float(row.index)) for row in requests]
         return build_reply(list(map(RowScores, scores)))

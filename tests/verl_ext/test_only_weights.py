@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -79,7 +78,7 @@ def test_installing_changes_two_functions_of_verls():
 @pytest.mark.nightly
 @pytest.mark.parametrize("use_v1", [True, False])
 def test_a_stock_runs_checkpoint_resumes_and_its_own_are_those_of_stock_verl(
-    use_v1: bool, tmp_path: Path
+    use_v1, tmp_path
 ):
     """With both of verl's trainers; the weights are those of the plain computation, and arrive."""
     for steps, estimator in enumerate(("grpo", "grail"), start=1):

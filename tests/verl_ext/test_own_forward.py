@@ -76,7 +76,7 @@ def steps_of(folder: Path, *overrides: str, **how) -> list[Step]:
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path):
+def test_the_step_is_the_one_with_verls_forward(skips, tmp_path):
     verl, reused = steps_of(tmp_path)
     dumps = []
     for step in (verl, reused):
@@ -103,7 +103,7 @@ def test_the_step_is_the_one_with_verls_forward(skips: bool, tmp_path: Path):
 
 
 def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
         trainers, "calculate_debug_metrics", debug_metrics.calculate_debug_metrics
@@ -123,7 +123,7 @@ def test_agreement_with_the_sampler_is_over_the_responses_of_the_update(
 
 
 @pytest.mark.parametrize("by_std", [False, True])
-def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool):
+def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std):
     """Its advantages are verl's own, bit for bit, so that the update is, whose gradients ``test_updates.py`` compares: both
     shortcuts serve somebody who wants no method."""
     stds = f"algorithm.norm_adv_by_std_in_grpo={by_std}"
@@ -132,14 +132,14 @@ def test_uniform_with_truncation_as_stocks_is_stock_grpo(by_std: bool):
     assert same(ours, stock) and any(advantages_T.any() for advantages_T in stock.values())
 
 
-def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path: Path):
+def test_more_responses_than_a_mini_batch_get_verls_forward(tmp_path):
     """As when a session has several outputs: the second mini-batch would not be of the old policy."""
     _, step = steps_of(tmp_path, f"{ACTOR}.ppo_mini_batch_size=1")
     step.train()
     assert step.workers.forwards == 1 and REUSE not in step.workers.updates[0].extra_info
 
 
-def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path):
+def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path):
     """Their policy has moved on; the step's first update leaves its policy for them."""
     saved = []
     _, step = steps_of(tmp_path, mode="separate_async")
@@ -155,7 +155,7 @@ def test_later_updates_of_the_separate_trainer_get_verls_forward(tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["grail", "uniform", "oar_g", "shear", "polarity"])
-def test_the_recipe_takes_it(method: str):
+def test_the_recipe_takes_it(method):
     config = compose("grail_trainer", [f"algorithm.adv_estimator={method}"])
     settings = parsed(config)
     # The probe has found responses alone, so that the update may run without verl's forward.

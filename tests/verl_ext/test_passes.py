@@ -54,7 +54,7 @@ def check(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("passes")
 
 
@@ -72,9 +72,7 @@ def measured(folder: Path, models: dict[str, PreTrainedModel]):
 
 @pytest.mark.parametrize("name", SETUPS)
 class TestEverySetup:
-    def test_passes_give_the_plain_models_scores(
-        self, measured, models: dict[str, PreTrainedModel], name: str
-    ):
+    def test_passes_give_the_plain_models_scores(self, measured, models, name):
         setup = SETUPS[name]
         for rank, result in enumerate(measured(setup.ranks)):
             later = result["passes"][name]["after passes"]
@@ -82,9 +80,7 @@ class TestEverySetup:
             for pass_name, values in later["own"].items():
                 check(models[setup.adapter or setup.model], setup, pass_name, rank, values)
 
-    def test_they_leave_nothing_that_the_next_optimiser_steps_see(
-        self, measured, name: str
-    ):
+    def test_they_leave_nothing_that_the_next_optimiser_steps_see(self, measured, name):
         """Bit for bit, as the same kernels run in the same order, dropout and all; so is what an adapter is merged to."""
         results = [result["passes"][name] for result in measured(SETUPS[name].ranks)]
         for result in results:
@@ -101,7 +97,7 @@ class TestEverySetup:
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Results]:
+def families(tmp_path_factory) -> tuple[dict[str, Any], Results]:
     """The models of all architectures, and what a rank measured of them."""
     folder = tmp_path_factory.mktemp("families")
     models = {name: family.build().eval() for name, family in ranks.ARCHITECTURES.items()}
@@ -113,7 +109,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_architectures_passes_give_the_plain_models_scores_or_are_refused(
-    families: tuple[dict[str, Any], Results], name: str
+    families, name
 ):
     """Refused where packed responses see each other."""
     models, results = families
@@ -135,7 +131,7 @@ def test_whole_blocks_are_as_few_as_in_training(measured):
 
 
 @pytest.mark.parametrize("strategy", ranks.PLAIN)
-def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured, strategy: str):
+def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured, strategy):
     """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not. Bypass
     takes the policy as it is. The policy is put back, after an error too, and nothing is kept."""
     for result in [result["later_update"][strategy] for result in measured(2)]:

@@ -149,9 +149,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "base", "fate"), CASES)
-def test_is_the_v1_trainer_on_the_same_responses(
-    name: str, base: str, fate: str, tmp_path: Path
-):
+def test_is_the_v1_trainer_on_the_same_responses(name, base, fate, tmp_path):
     overrides = (f"{BASE}={base}", f"{MISSING}=warn")
     method = build(name)
     step = Step(*overrides, method=method, folder=tmp_path / "v1")
@@ -182,7 +180,7 @@ def test_is_the_v1_trainer_on_the_same_responses(
     assert older.metrics["token_dump/failed_files"] == 0
 
 
-def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path: Path):
+def test_in_bypass_mode_the_mask_is_what_the_model_wrote(tmp_path):
     """Without the forward of the old log-probabilities, and so without rejection sampling."""
     older = Older(tmp_path, Grail(), "algorithm.rollout_correction.bypass_mode=true")
     assert same(older.run(), older.run(WRITTEN, ENTROPY))
@@ -198,7 +196,7 @@ class ByData(AdvantageMethod):
         return r.mask * (torch.tensor(r.fields["weight"]) * r.advantages)[:, None]
 
 
-def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path):
+def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path):
     """verl takes it out of the batch before the rollout; the next step has other prompts, and values of its own."""
     older = Older(tmp_path, ByData())
     plain = Older(tmp_path, build("uniform")).run()
@@ -211,7 +209,7 @@ def test_a_column_of_the_data_set_is_that_of_the_steps_prompts(tmp_path: Path):
             torch.testing.assert_close(weighted, weight * unweighted)
 
 
-def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path: Path):
+def test_a_stopped_run_resumes_from_verls_checkpoint(tmp_path):
     """The steps after it come again as they were, receipts included; and no response is left out of the update."""
     options = (
         "trainer.use_v1=False",

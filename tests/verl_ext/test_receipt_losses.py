@@ -16,7 +16,7 @@ from grail_advantage.receipt import Loss, Receipt, check
 from grail_advantage.verl_ext.dump import loss_of
 from grail_advantage.verl_ext.settings import ACTOR, Settings
 from tests.composed import VERL, compose
-from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
+from tests.core.receipt_loop import Rollout, names, rollout, train
 from tests.verl_ext.ranks import AGGREGATIONS
 
 KNOWN = sorted(POLICY_LOSS_REGISTRY.keys() - {"bypass_mode", "clip_cov", "geo_mean"})
@@ -87,7 +87,7 @@ def receipt_of(
     loss, config = settings_of(mode, choice)
     assert loss.account is not None
 
-    def verls(m: MicroBatch) -> torch.Tensor:
+    def verls(m):
         count, width = m.mask.shape
         # Padded, after prompts of one token.
         fields = {
@@ -131,7 +131,7 @@ def case(mode: str, seed: int) -> tuple[Receipt, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", KNOWN)
-def test_no_false_alarm(mode: str):
+def test_no_false_alarm(mode):
     choices = set()
     clipped = 0.0
     for seed in range(SEEDS):
@@ -160,7 +160,7 @@ def test_no_false_alarm(mode: str):
     ("mode", "aggregation"),
     [("geo_mean", "seq-mean-token-mean"), ("vanilla", "token-mean")],
 )
-def test_two_faults_of_verls_own_are_named(mode: str, aggregation: str):
+def test_two_faults_of_verls_own_are_named(mode, aggregation):
     """The means of micro-batches are summed; after rejection (of each third response) all generated tokens divide."""
     loop = rollout(5, token_advantages=False, ties=True, even=True)
     generated_BT = loop.batch.mask_BT

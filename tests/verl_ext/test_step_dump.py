@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
-from grail_advantage import AdvantageMethod, Grail, Method, Rollouts
+from grail_advantage import AdvantageMethod, Grail, Rollouts
 from grail_advantage.dump import DumpHeader, DumpRow, choose_rows, read_dump, write_step
 from grail_advantage.method import build
 from grail_advantage.verl_ext.exchange import PLACES
@@ -35,9 +34,7 @@ KEYS = [key for key, *_ in ROWS]
     st.integers(1, 14),
     st.integers(0, 99),
 )
-def test_whole_groups_as_many_as_fit_are_chosen(
-    rows: list[tuple[int, bool]], limit: int, step: int
-):
+def test_whole_groups_as_many_as_fit_are_chosen(rows, limit, step):
     """Group by group, without the rows that fill up the batch; only a first group that is larger than all is cut."""
     groups = [group for group, _ in rows]
     valid = [of_run for _, of_run in rows]
@@ -85,7 +82,7 @@ LABELS = [
 
 @pytest.mark.parametrize(("field", "extra", "turns_before", "turns", "expected"), LABELS)
 def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(
-    field: str | None, extra, turns_before: int, turns: int, expected: list[Any] | None
+    field, extra, turns_before, turns, expected
 ):
     method = build("grail") if field is None else build("turn_rloo", {"rewards": field})
     label = turn_rewards_label(extra, method, turns_before, turns)
@@ -126,7 +123,7 @@ ODD = {
 class TestFacts:
     """The columns are those of a plain model, see ``test_hosts.py``; these tests are about what verl alone knows."""
 
-    def test_facts_of_the_data_and_of_the_reward_function(self, tmp_path: Path):
+    def test_facts_of_the_data_and_of_the_reward_function(self, tmp_path):
         step = Step(f"{ROLLOUT}.temperature=0.5", folder=tmp_path)
         step.run("a_1_0")
         for row in step.rows.values():
@@ -150,7 +147,7 @@ class TestFacts:
         assert header.special_tokens[END_ID] == "<end>"
         json.dumps(header.options, allow_nan=False)
 
-    def test_a_value_of_an_odd_type_loses_its_label_alone(self, tmp_path: Path):
+    def test_a_value_of_an_odd_type_loses_its_label_alone(self, tmp_path):
         """One type beside another in one batch."""
         rows = {}
         expected = []
@@ -179,7 +176,7 @@ class TestFacts:
         assert facts == expected
         assert step.metrics["token_dump/failed_files"] == 0
 
-    def test_a_list_for_a_session_goes_on_with_each_of_its_outputs(self, tmp_path: Path):
+    def test_a_list_for_a_session_goes_on_with_each_of_its_outputs(self, tmp_path):
         """Of one, two and one turns."""
         rows = plain_rows()
         judged = {"reward_extra_info": {"turn_rewards": [1.0, 2.0, 3.0, 4.0]}}
@@ -192,9 +189,7 @@ class TestFacts:
         labels = {row.key: row.labels.get("turn_rewards") for row in step.written()}
         assert [labels[f"a_1_{number}"][0] for number in range(3)] == [1.0, 2.0, 4.0]
 
-    def test_every_so_many_steps_and_rows_of_every_update(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_every_so_many_steps_and_rows_of_every_update(self, tmp_path, monkeypatch):
         """Updates share the responses of a step. A resumed run replaces its steps, those too that it does not write."""
         for number in (2, 3, 9):
             write_step(tmp_path, DumpHeader(step=number, method="grail"), table_of([]))
@@ -237,9 +232,7 @@ class TestReceived:
     @pytest.mark.parametrize(
         "method", [Grail(), build("uniform"), Alternating()], ids=lambda method: method.name
     )
-    def test_what_arrives_is_what_was_intended(
-        self, method: Method, skips: bool, tmp_path: Path
-    ):
+    def test_what_arrives_is_what_was_intended(self, method, skips, tmp_path):
         """On policy, after one update: with every kind of method, also one whose token advantages have both signs."""
         step = Step(method=method, folder=tmp_path)
         step.trainer._skips = skips
@@ -255,7 +248,7 @@ class TestReceived:
 
     @pytest.mark.parametrize("period", [0, 1])
     def test_the_effect_is_the_change_since_the_old_log_probabilities(
-        self, period: int, tmp_path: Path
+        self, period, tmp_path
     ):
         """By one more forward over the batch after the update, in the steps that ask for it; the figures are of it."""
         options = (f"{DUMP}.effect_every={period}", f"{ROLLOUT}.temperature=0.5")
@@ -270,7 +263,7 @@ class TestReceived:
             effect = pytest.approx(0.02 * place, abs=1e-6) if period else None
             assert row.effect_T == effect
 
-    def test_ratios_and_epochs(self, tmp_path: Path):
+    def test_ratios_and_epochs(self, tmp_path):
         """The policy has moved by a ratio of 1.5 in both epochs: where the advantage is positive the loss clips."""
         # Without a factor this sum is divided by the longest response of each micro-batch.
         aggregation = (
@@ -298,9 +291,7 @@ class TestReceived:
             ("moved", 0.1, 1, []),
         ],
     )
-    def test_a_fault_is_found(
-        self, field: str, value: float, number: int, expected: list[str], tmp_path: Path
-    ):
+    def test_a_fault_is_found(self, field, value, number, expected, tmp_path):
         """A loss that is a quarter of what it should be, and ratios that are not 1: before a later update of a step of
         ``separate_async`` the policy has moved."""
         step = Step(method=build("uniform"), folder=tmp_path, mode="separate_async")
@@ -317,7 +308,7 @@ class TestReceived:
         assert all(finding["examples"][0][0] in KEYS for finding in findings)
         assert all(row.update == number and row.received_T is not None for row in rows)
 
-    def test_the_scale_of_losses_in_float16_is_divided_out(self, tmp_path: Path):
+    def test_the_scale_of_losses_in_float16_is_divided_out(self, tmp_path):
         """That of the backward, not the one that the optimiser's step leaves."""
         step = Step(folder=tmp_path)
         step.workers.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -325,7 +316,7 @@ class TestReceived:
         assert step.metrics["receipt/findings"] == 0
         assert step.workers.scaler.get_scale() == 2048
 
-    def test_a_loss_without_a_formula_is_no_mismatch(self, tmp_path: Path):
+    def test_a_loss_without_a_formula_is_no_mismatch(self, tmp_path):
         step = Step(f"{ACTOR}.policy_loss.loss_mode=clip_cov", folder=tmp_path)
         step.train()
         assert step.metrics["receipt/findings"] == 0
@@ -334,7 +325,7 @@ class TestReceived:
 
     @pytest.mark.parametrize("received", [False, True])
     def test_switched_off_or_after_an_error_the_file_alone_is_missing(
-        self, received: bool, tmp_path: Path
+        self, received, tmp_path
     ):
         """Off, nothing is asked of the workers."""
         step = Step(f"{DUMP}.received={received}", folder=tmp_path)
@@ -346,7 +337,7 @@ class TestReceived:
         assert not [*tmp_path.glob("received_*")]
         assert not any(name.startswith("receipt/") for name in step.metrics)
 
-    def test_a_receipt_is_of_its_own_update_and_given_out_once(self, tmp_path: Path):
+    def test_a_receipt_is_of_its_own_update_and_given_out_once(self, tmp_path):
         """Also after an update of which nobody took it."""
         step = Step(folder=tmp_path)
         with patch.object(step.workers, "take_received", side_effect=RuntimeError):
@@ -359,7 +350,7 @@ class TestReceived:
         # The trainer has taken it already.
         assert isinstance(step.workers.take_received("2.0")[0], RuntimeError)
 
-    def test_part_of_the_responses_are_written_and_all_count(self, tmp_path: Path):
+    def test_part_of_the_responses_are_written_and_all_count(self, tmp_path):
         step = Step(f"{DUMP}.responses=3", folder=tmp_path)
         rows = step.train()
         assert_arrived(rows)

@@ -51,7 +51,7 @@ def expected() -> Advantages:
     return _step("turn_rloo").run()
 
 
-def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected: Advantages):
+def test_rewards_of_the_reward_function_and_of_ones_own_loop(expected):
     """A list that compute_score returns goes before the agent loop's; a field of any name, one reward a turn."""
     step = _step("turn_rloo")
     for row in step.rows.values():
@@ -88,7 +88,7 @@ def test_rewards_are_those_after_a_penalty_in_the_reward():
 
 
 @pytest.mark.parametrize("source", ["by the reward function", "by the loop", "by the data"])
-def test_a_batch_without_a_call_trains(source: str):
+def test_a_batch_without_a_call_trains(source):
     """``None`` is a response's value, also where no other response has more."""
     results = []
     for rewards in ([], None):
@@ -125,9 +125,7 @@ def _session_of_two(step: Step) -> tuple[slice, slice]:
 
 
 @pytest.mark.parametrize("source", ["by the loop", "by the reward function"])
-def test_several_outputs_of_a_session_are_one_conversation(
-    source: str, expected: Advantages
-):
+def test_several_outputs_of_a_session_are_one_conversation(source, expected):
     """The loop gives each output its own turns' rewards; verl copies what the reward function returned to all outputs."""
     step = _step("turn_rloo", rewards="call_rewards")
     rows = step.rows
@@ -150,9 +148,7 @@ def test_several_outputs_of_a_session_are_one_conversation(
     assert same(step.run(), expected)
 
 
-def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(monkeypatch):
     step = _step("turn_rloo", rewards="")
     monkeypatch.setattr(TurnMethod, "reads", TurnMethod.reads - {"sessions"})
     _session_of_two(step)
@@ -169,7 +165,7 @@ def test_a_method_that_reads_rewards_and_knows_no_sessions_is_refused(
         ("turn_rloo", "rloo", 1),
     ],
 )
-def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int):
+def test_one_turn_gives_verls_own_advantage(name, base, scale):
     """With the responses of the other tests of a step, which are of one turn."""
     verls = Step(f"algorithm.adv_estimator={base}").run()
     step = Step(method=build(name))
@@ -183,9 +179,7 @@ def test_one_turn_gives_verls_own_advantage(name: str, base: str, scale: int):
         )
 
 
-def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
-    expected: Advantages,
-):
+def test_zero_advantage_responses_are_those_without_a_turn_that_trains(expected):
     """Not those in whose group GRPO finds one outcome."""
     of_b = [key for key in TALKS if key.startswith("b")]
     assert bool(expected["b_1_0"].any())
@@ -212,7 +206,7 @@ def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
         ([0.5, -0.25, 2.0], f"{PARALLEL_CALLS}=2", False),
     ],
 )
-def test_as_many_rewards_as_turns(values, override: str, certain: bool):
+def test_as_many_rewards_as_turns(values, override, certain):
     """One each with verl's own loop and one call a turn, the last without an answer."""
     flat = _step("turn_rloo", *[override] * bool(override))
     listed = _step("turn_rloo")

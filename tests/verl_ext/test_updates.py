@@ -56,7 +56,7 @@ def rows() -> list[Fields]:
     generator = torch.Generator().manual_seed(0)
     model = tiny_model(layers=2)
 
-    def draw(length: int) -> torch.Tensor:
+    def draw(length):
         return torch.randn(length, generator=generator)
 
     places_R2 = update_places(3 * len(LENGTHS), WRITTEN)
@@ -85,7 +85,7 @@ def _trained() -> list[bool]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def results(tmp_path_factory) -> list[Results]:
     """All updates, on two ranks."""
     folder = tmp_path_factory.mktemp("updates")
     tiny_model(layers=2).save_pretrained(folder / "qwen3")
@@ -105,9 +105,7 @@ def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]):
 
 
 @pytest.mark.parametrize("setup", UPDATES)
-def test_without_zero_advantage_responses_it_is_the_same_update(
-    setup: str, results: list[Results]
-):
+def test_without_zero_advantage_responses_it_is_the_same_update(setup, results):
     """With each of verl's losses that leave responses out."""
     assert set(ranks.LOSSES) == set(SKIPPABLE)
     for result in [result["updates"][setup] for result in results]:
@@ -138,7 +136,7 @@ def test_without_zero_advantage_responses_it_is_the_same_update(
 
 
 @pytest.mark.parametrize("setup", UPDATES)
-def test_watching_changes_nothing_bit_for_bit(setup: str, results: list[Results]):
+def test_watching_changes_nothing_bit_for_bit(setup, results):
     for result in [result["updates"][setup] for result in results]:
         plain = result[(*PLAIN_UPDATE, "verl")]
         actual = result[(*PLAIN_UPDATE, "watched")]
@@ -180,9 +178,7 @@ def _receipt(
 
 
 @pytest.mark.parametrize("setup", UPDATES)
-def test_no_false_alarm_and_every_token_receives_what_was_intended(
-    setup: str, results: list[Results]
-):
+def test_no_false_alarm_and_every_token_receives_what_was_intended(setup, results):
     clipped = 0
     cases = [(loss, "skipped, watched") for loss in UPDATES[setup][2]]
     for loss, mode in [(PLAIN_UPDATE, "watched"), *cases]:
@@ -205,9 +201,7 @@ def test_no_false_alarm_and_every_token_receives_what_was_intended(
 
 
 @pytest.mark.parametrize("setup", ranks.LAYOUTS)
-def test_the_updates_own_forward_gives_the_old_log_probabilities(
-    setup: str, results: list[Results]
-):
+def test_the_updates_own_forward_gives_the_old_log_probabilities(setup, results):
     """The update is the one with verl's forward before it, with and without zero-advantage responses; its columns are those
     of that forward."""
     for result in [result["own_forward"][setup] for result in results]:

@@ -38,15 +38,13 @@ def mini_batch(advantages: Sequence[Sequence[float]], **settings):
 
 
 @pytest.fixture
-def leave_out(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int]]]:
+def leave_out(monkeypatch) -> Callable[..., tuple[Any, list[int]]]:
     """The responses that are left on this rank, of two; and the lengths that it tells the other one."""
 
-    def run(
-        data, other_rank: list[int], *, dynamic: bool = False, rows: int = 4
-    ) -> tuple[Any, list[int]]:
+    def run(data, other_rank, *, dynamic=False, rows=4):
         sent = []
 
-        def all_gather_object(gathered: list, lengths: list[int], group: object):
+        def all_gather_object(gathered, lengths, group):
             assert group is GROUP and len(gathered) == 2
             sent.extend(lengths)
             gathered[:] = [lengths, other_rank]
@@ -107,7 +105,7 @@ def test_rows_and_fillers(leave_out):
     ],
 )
 def test_a_token_budget_needs_no_even_micro_batches(
-    settings: dict[str, Any], dynamic: bool, count: int, size: int | None, leave_out
+    settings, dynamic, count, size, leave_out
 ):
     """The batch's own settings count before the engine's."""
     batch, _ = leave_out(mini_batch(ADVANTAGES, **settings), [7, 7, 7], dynamic=dynamic)
@@ -129,7 +127,7 @@ COSTS = st.integers(1, 4000)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(COSTS, min_size=1, max_size=40), RANKS)
-def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks: int):
+def test_every_rank_gets_as_many_and_about_as_much_work(costs, ranks):
     shares = deal(costs, ranks)
     counts = list(map(len, shares))
     work = [sum(costs[row] for row in share) for share in shares]
@@ -140,7 +138,7 @@ def test_every_rank_gets_as_many_and_about_as_much_work(costs: list[int], ranks:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(COSTS, st.integers(0, 5)), min_size=1, max_size=20), RANKS)
-def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks: int):
+def test_the_rows_of_a_group_meet_on_one_rank(rows, ranks):
     costs, groups = map(list, zip(*rows, strict=True))
     shares = deal(costs, ranks, groups)
     assert sorted(chain(*shares)) == list(range(len(costs)))
@@ -157,9 +155,7 @@ def test_the_rows_of_a_group_meet_on_one_rank(rows: list[tuple[int, int]], ranks
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from([1, 2, 4]), st.integers(1, 4))
-def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(
-    data: st.DataObject, ranks: int, share: int
-):
+def test_every_rank_keeps_its_share_of_each_mini_batchs_rows_that_train(data, ranks, share):
     """In two mini-batches, of so many rows a rank."""
     count = 2 * share * ranks
     costs = data.draw(

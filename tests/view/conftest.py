@@ -43,7 +43,7 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
         messages.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    def open_page(path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False):
+    def open_page(path, hash_="", *, phone=False, dark=False):
         page = browser.new_page(
             viewport={"width": 390 if phone else 1280, "height": 900},
             color_scheme="dark" if dark else "light",
@@ -73,7 +73,7 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     """Two runs, and one response set under three methods, each with its report."""
     folder = tmp_path_factory.mktemp("runs")
     for name, seed in (("grail", 5), ("uniform", 6)):

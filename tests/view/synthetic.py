@@ -22,7 +22,7 @@ from tests.dumps import dump_row, method_columns, received_header, table_of
 RESPONSES = 8
 
 
-def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
+def write_metrics(folder: Path, steps: int, *, seed: int = 0):
     """A run's figures; validation at step 0 and every fifth."""
     rng = np.random.default_rng(seed)
     file = MetricsFile(folder / "metrics.jsonl", -1)
@@ -57,7 +57,7 @@ def write_dump(
     problems: int = 3,
     methods: Sequence[str] = (),
     seed: int = 0,
-) -> None:
+):
     """A run with a dump of sums: a labelled incorrect step in each incorrect response. Responses to the second problem are
     all correct, and so have no scores."""
     rows = []
@@ -172,7 +172,7 @@ def write_arrived(folder: Path, *findings: Finding, update: int = 0) -> Path:
     return write_received(folder, header(3, *findings, update=update), table)
 
 
-def write_conversations(folder: Path) -> None:
+def write_conversations(folder: Path):
     """A run of three responses of three turns, with a tool between them; advantages differ within the last turn."""
     rows = [
         dump_row(

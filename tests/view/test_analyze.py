@@ -1,5 +1,7 @@
 """The analysis of existing responses: its dump is that of a plain model, see ``tests/hosts.py``."""
 
+from __future__ import annotations
+
 import copy
 import json
 import math
@@ -52,7 +54,6 @@ RESPONSES = [
     )
     for name in ("text after the box", "several boxes", "box at the end")
 ]
-Capture = pytest.CaptureFixture[str]
 Call = Callable[[str], None]
 ASK = [{"role": "user", "content": "Two?"}]
 NONE = [None] * 3
@@ -65,7 +66,7 @@ def line_of(response: str | list[int], **facts) -> Response:
 @pytest.mark.parametrize(
     ("first", "tokens"), [("grail", 1), ("step_values", 300), ("high_entropy", 300)]
 )
-def test_the_dump_is_that_of_a_plain_model(tmp_path: Path, first: str, tokens: int):
+def test_the_dump_is_that_of_a_plain_model(tmp_path, first, tokens):
     """Bit for bit, for the first method as the run's and for each of several."""
     names = "grail_robust oar_g oar_p stare shear polarity progress_advantage"
     methods = {name: hosts.signal_of(name) for name in (first, *names.split())}
@@ -125,14 +126,14 @@ def run(
     return analyze(responses, chosen, folder, models, model="m", later=later)
 
 
-def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path: Path):
+def test_responses_of_one_prompt_are_shown_together_without_a_group(tmp_path):
     responses = [line_of("5", id=name, prompt=name[0]) for name in ("a1", "b1", "a2")]
     run(responses, ["surprisal"], tmp_path)
     first, second, third = read_dump(tmp_path)
     assert first.group == third.group != second.group
 
 
-def test_the_effect_between_two_checkpoints(tmp_path: Path):
+def test_the_effect_between_two_checkpoints(tmp_path):
     """Against each model's own log-probabilities, with no receipt of an update."""
     run(RESPONSES, ["surprisal"], tmp_path, later="later")
     dump = read_dump(tmp_path)
@@ -163,9 +164,7 @@ def test_the_effect_between_two_checkpoints(tmp_path: Path):
         ([1, 0, 0], "aab", True, "rewards", [0.5, -0.5, 0]),
     ],
 )
-def test_advantages(
-    rewards: list[Any], groups, labelled: bool, how: str, advantages: list[float]
-):
+def test_advantages(rewards, groups, labelled, how, advantages):
     rows = [
         replace(row, reward=reward, group=group, labelled=labelled)
         for row, reward, group in zip(RESPONSES, rewards, groups, strict=True)
@@ -182,7 +181,7 @@ def test_ground_truths_give_rewards():
     assert [row.reward for row in scored] == [1.0, 0.0, 0.0, 0.25]
 
 
-def test_methods_that_ask_again(tmp_path: Path):
+def test_methods_that_ask_again(tmp_path):
     answer = r"It is \boxed{6}"
     text = line_of(answer, ground_truth="5")
     row = replace(text, prompt=ASK)
@@ -221,7 +220,7 @@ def test_methods_that_ask_again(tmp_path: Path):
         ('{"prompt": "a", "response": "b", "group": 1}', ": 1 of 2 lines have a group"),
     ],
 )
-def test_lines_that_cannot_be_read_are_named(line: str, message: str, tmp_path: Path):
+def test_lines_that_cannot_be_read_are_named(line, message, tmp_path):
     """Before the model is loaded, which is not there."""
     path = tmp_path / "r.jsonl"
     path.write_text(f'{{"prompt": "a", "response": "b"}}\n{line}\n')
@@ -232,9 +231,7 @@ def test_lines_that_cannot_be_read_are_named(line: str, message: str, tmp_path: 
 @pytest.mark.parametrize("prompt", ["2+3=", "a</s>", "=</s></s>", "<s>2+3=", ""])
 @pytest.mark.parametrize("front", ["", "<s>", "</s>", "[CLS]", "<s> <s>"])
 @pytest.mark.parametrize("end", ["", "</s>", "</s> [SEP]"])
-def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(
-    front: str, end: str, prompt: str
-):
+def test_a_plain_prompt_has_what_the_tokenizer_puts_in_front_and_no_end(front, end, prompt):
     tokenizer = copy.deepcopy(real.sentencepiece_tokenizer("bpe"))
     tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
     ids = {
@@ -273,7 +270,7 @@ def test_methods_on_the_command_line():
         (r"pattern:expression=7 of 9,inside=2.5", "7 of 9"),
     ],
 )
-def test_an_option_may_hold_a_comma(spec: str, expression: str):
+def test_an_option_may_hold_a_comma(spec, expression):
     method = parse_method(spec)
     assert (method.expression, method.inside) == (expression, 2.5)
 
@@ -304,9 +301,7 @@ SENTENCEPIECE = [partial(real.sentencepiece_tokenizer, kind) for kind in ("bpe",
 
 @pytest.mark.parametrize("make", [*SENTENCEPIECE, word_pieces, *SLOW])
 @pytest.mark.parametrize("text", ["2+3= 58\n\nSoxy.", "🙂 2é\n3+=\n", " Ab  8", "z 🙂8"])
-def test_a_labelled_character_has_the_token_that_holds_it(
-    make: Callable[[], Any], text: str
-):
+def test_a_labelled_character_has_the_token_that_holds_it(make, text):
     """Each character that is no blank occurs once, so that its bytes tell its tokens."""
     tokenizer = make()
     texts = TokenTexts(tokenizer)
@@ -316,7 +311,7 @@ def test_a_labelled_character_has_the_token_that_holds_it(
     cuts = [0, *(place for place in places[1:] if text[place - 1].isspace()), len(text)]
     labelled = partial(line_of, steps=list(pairwise(cuts)), labelled=True)
 
-    def ranges_of(response: str | list[int], written: list[int]) -> list[Any]:
+    def ranges_of(response, written):
         """The tokens of each character, and those of the steps."""
         rows = [labelled(response, error=(place, place + 1)) for place in places]
         labels = [labels_of(row, written, tokenizer, texts) for row in rows]
@@ -342,7 +337,7 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text():
     tokenizer = copy.deepcopy(real.sentencepiece_tokenizer("bpe"))
     texts = TokenTexts(tokenizer)
 
-    def marked(text: str, response: str | list[int], ids: list[int]) -> list[str]:
+    def marked(text, response, ids):
         place = text.index("8")
         row = line_of(response, labelled=True, error=(place, place + 1))
         start, end = labels_of(row, ids, tokenizer, texts)["wrong_step"]
@@ -357,7 +352,7 @@ def test_labels_beside_special_tokens_and_in_a_tidied_text():
     assert marked(tokenizer.decode(ids), ids, ids) == ["<0x38>"]
 
 
-def test_labels_of_lines_in_a_dump(tmp_path: Path):
+def test_labels_of_lines_in_a_dump(tmp_path):
     """A text gets its end token, and only if it is labelled."""
     tokenizer = real.sentencepiece_tokenizer("unigram")
     text = "2+3=5\n\n5+4=8\n\n8+1=9. \\boxed{9}"
@@ -396,13 +391,13 @@ class Fails(Method):
 
 
 @patch.dict(METHODS)
-def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path: Path):
+def test_an_analysis_resumes_and_a_method_that_fails_costs_its_columns(tmp_path):
     register("fails")(Fails)
     responses = [replace(RESPONSES[place % 3], id=str(place)) for place in range(70)]
     chosen = {"fails": Fails(), "steady": Fails(broken=False)}
     load = Mock(side_effect=tiny_model)
 
-    def analysis(folder: str, responses: Sequence[Response] = responses) -> list[str]:
+    def analysis(folder, responses=responses):
         models = {"m": (char_tokenizer(), load)}
         return analyze(responses, chosen, tmp_path / folder, models, model="m")
 
@@ -441,24 +436,24 @@ def test_groups_stay_in_one_file():
     assert sorted(place for part in parts for place in part) == list(range(70))
 
 
-def save(folder: str, seed: int = 0) -> None:
+def save(folder: str, seed: int = 0):
     for part in (tiny_model(max_position_embeddings=512, seed=seed), char_tokenizer()):
         part.save_pretrained(folder)
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+def call(monkeypatch, tmp_path) -> Call:
     """The command, in a folder of its own with a tiny model."""
     monkeypatch.chdir(tmp_path)
     save("model")
     return lambda line: main([*line.split(), "--model", "model", "--device", "cpu"])
 
 
-def write_lines(path: Path | str, lines: Sequence[Mapping[str, Any]]) -> None:
+def write_lines(path: Path | str, lines: Sequence[Mapping[str, Any]]):
     Path(path).write_text("\n".join(map(json.dumps, lines)))
 
 
-def test_command(call: Call, capsys: Capture):
+def test_command(call, capsys):
     line = {"prompt": "Two and three?", "ground_truth": "5", "group": 1}
     write_lines("r.jsonl", [{**line, "response": rf"So \boxed{{{n}}}"} for n in (6, 5)])
     methods = "--method grail --method grail:control=answer --method uniform"
@@ -478,7 +473,7 @@ def test_command(call: Call, capsys: Capture):
         call("missing.jsonl --method grail")
 
 
-def test_answers_in_another_format_are_told(call: Call, capsys: Capture):
+def test_answers_in_another_format_are_told(call, capsys):
     """Where hardly any response has an answer, and where another format finds more."""
     answers = {"none": ["#### 42"] * 3, "mixed": ["#### 42", r"\boxed{42}", "#### 43"]}
     for (name, texts), count in zip(answers.items(), (0, 1), strict=True):
@@ -502,9 +497,7 @@ LINE = {"prompt": "Two and three?", "response": r"So \boxed{6}", "reward": 0.0}
     "option",
     ["--temperature=0", "--temperature=inf", "--tokens=0", "--device=gpu", "--device=cuda:99", "--device=meta"],
 )  # fmt: skip
-def test_an_option_with_which_no_model_runs_is_refused_by_its_name(
-    option: str, tmp_path: Path
-):
+def test_an_option_with_which_no_model_runs_is_refused_by_its_name(option, tmp_path):
     write_lines(tmp_path / "r.jsonl", [LINE])
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as refused:
@@ -541,7 +534,7 @@ def test_the_prompt_is_the_one_that_the_model_read():
         methods_for(["rlsd"], [row])
 
 
-def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path):
+def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path):
     """The model may have more embeddings than the tokenizer has tokens, and samples one of them now and then; the answer is
     found all the same. Ids that the model lacks, or many that the tokenizer lacks, are those of another model."""
     size = len(char_tokenizer())
@@ -558,7 +551,7 @@ def test_an_id_of_the_padded_vocabulary_is_a_token_without_text(tmp_path: Path):
             run([line_of([*strange, *ids])], ["grail"], tmp_path / "b", sizes=sizes)
 
 
-def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path):
+def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path):
     # "Two?" and 61 letters are 65 tokens.
     row = line_of("a" * 61)
     run([row], ["surprisal"], tmp_path / "a", sizes={"max_position_embeddings": 65})
@@ -567,8 +560,6 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path):
 
 
 OWN = """
-from __future__ import annotations
-from typing import Literal
 import torch
 from grail_advantage import Method, Rollouts, Weights, option, register
 
@@ -587,9 +578,7 @@ class Mine(Method):
 """
 
 
-def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
-    call: Call,
-):
+def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(call):
     """What changes a figure is named where it differs; the same command resumes."""
     write_lines("r.jsonl", [LINE])
     Path("mine.py").write_text(OWN)
@@ -620,7 +609,7 @@ def test_a_folder_holds_the_analysis_of_one_model_and_one_choice_of_options(
 
 
 @pytest.mark.parametrize("name", ["analyze.__main__", "compare", "report"])
-def test_help_imports_nothing_slow(name: str):
+def test_help_imports_nothing_slow(name):
     code = (
         "import atexit, sys\n"
         "slow = {'numpy', 'scipy', 'torch', 'transformers'}\n"
@@ -634,7 +623,7 @@ def test_help_imports_nothing_slow(name: str):
 
 
 @pytest.mark.parametrize("trainer", ["verl", "trl"])
-def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path: Path, trainer: str):
+def test_files_of_trainers_are_the_lines_that_they_mean(tmp_path, trainer):
     """verl's own writer, which drops control tokens, and TRL's columns: read as the messages that the model saw."""
     _, tokenizer = load_shipped()
     prompts = [[{"role": "user", "content": text}] for text in ("2+3=", "2+3=", "(1+1)*2=")]

@@ -95,7 +95,7 @@ def listed(page) -> int:
 # -------------------------------------------------------------------------------------------------------------------- numbers
 
 
-def test_numbers_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened: Open):
+def test_numbers_of_every_size_are_shown_to_three_digits(tmp_path, opened):
     """What has no value, or none that is finite, is a dash."""
     scores = [3e-6, 1.5e-3, 12.25, 7e4, 3e5, NAN, np.inf]
     row = dump_row([0, 0.5, 1, 2, 4, 5, 1e-3], score_T=np.float32(scores))
@@ -107,7 +107,7 @@ def test_numbers_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened:
         assert readout(page) == expected
 
 
-def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open):
+def test_numbers_and_marks_of_several_methods(runs, opened):
     # An incorrect response that the methods scored.
     row = next(
         row
@@ -133,9 +133,7 @@ def test_numbers_and_marks_of_several_methods(runs: Path, opened: Open):
 
 
 @pytest.mark.parametrize(("statistics", "compared"), [("response", 8), ("reasoning", 5)])
-def test_a_tokens_own_sum_gives_its_weight(
-    statistics: str, compared: int, tmp_path: Path, opened: Open
-):
+def test_a_tokens_own_sum_gives_its_weight(statistics, compared, tmp_path, opened):
     """As the map computes it, over the tokens that it compares; the answer's weights are none of a sum."""
     scores = torch.tensor([[1e-4, 0.02, 0.5, 0.03, 40.0, 0.01, 1e-7, 2.0]])
     weights = log_zscore(scores, torch.arange(8)[None] < compared).values[0]
@@ -154,7 +152,7 @@ def test_a_tokens_own_sum_gives_its_weight(
             assert min(max(value, low), high) == pytest.approx(float(weights[t]), rel=1e-2)
 
 
-def test_numbers_of_what_arrived(tmp_path: Path, opened: Open):
+def test_numbers_of_what_arrived(tmp_path, opened):
     """Of a response in two epochs, their mean and in words each, with the effect and the mismatch; and of one left out. A
     finding leads to its token."""
     write_arrived(tmp_path / "tokens", replace(SCALED, examples=(("a_0_0", 1, 1.0, 0.5),)))
@@ -188,7 +186,7 @@ def test_numbers_of_what_arrived(tmp_path: Path, opened: Open):
         )
 
 
-def test_turns_of_a_conversation(runs: Path, opened: Open):
+def test_turns_of_a_conversation(runs, opened):
     """Advantages that differ within a turn are none of the turn's, a tool's tokens are called so, and no word of weights."""
     page = opened(runs / "talk" / "report.html", "#rollout=1.0&token=2&sort=-reward")
     texts = " ".join(page.locator("#list option").all_text_contents())
@@ -216,7 +214,7 @@ def figures_of(page, section: str) -> dict[str, tuple[str, list[str], str]]:
     return figures
 
 
-def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open):
+def test_captions_say_where_curves_begin_and_end(tmp_path, opened):
     """Rising and falling, of a single point, and several: each for itself."""
     curves = {
         "actor/entropy": [0.0948, 0.03, 0.0228],
@@ -266,9 +264,7 @@ def test_captions_say_where_curves_begin_and_end(tmp_path: Path, opened: Open):
 # ------------------------------------------------------------------------------------------------------ choices, the address
 
 
-def test_filters_count_the_responses_of_the_parquet(
-    runs: Path, rows: list[DumpRow], opened: Open
-):
+def test_filters_count_the_responses_of_the_parquet(runs, rows, opened):
     page = opened(runs / "grail" / "report.html", "#sort=spread")
     widest = max(rows, key=lambda row: float(np.std(row.weight_T[row.mask_T])))
     assert f"rollout={widest.step}.{widest.row}" in page.url
@@ -281,7 +277,7 @@ def test_filters_count_the_responses_of_the_parquet(
         assert listed(page) == count
 
 
-def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open):
+def test_a_link_keeps_the_view(runs, rows, opened):
     # A step, an outcome, an order, a colour and a token, all in the address.
     chosen = [row for row in rows if row.step == 10 and row.outcome == "right"]
     hash_ = link(chosen[0], "&token=7&step=10&outcome=right&sort=length&overlay=surprisal")
@@ -291,7 +287,7 @@ def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open):
     assert set(page.url.split("#")[1].split("&")) == set(hash_[1:].split("&"))
 
 
-def test_two_runs(runs: Path, opened: Open):
+def test_two_runs(runs, opened):
     """Curves of both, and responses to the same problem together."""
     page = opened(runs / "both.html")
     heads = page.locator("#problem h3").all_inner_texts()
@@ -306,9 +302,7 @@ def test_two_runs(runs: Path, opened: Open):
     assert listed(page) == 72
 
 
-def test_keyboard_from_the_list_to_the_tokens_and_back(
-    runs: Path, rows: list[DumpRow], opened: Open
-):
+def test_keyboard_from_the_list_to_the_tokens_and_back(runs, rows, opened):
     page = opened(runs / "grail" / "report.html", "#rollout=1.0")
     page.locator("#list").focus()
     for key, step, row in (("ArrowDown", 1, 1), ("End", 20, 23), ("Home", 1, 0)):
@@ -335,9 +329,7 @@ def test_keyboard_from_the_list_to_the_tokens_and_back(
         ("talk/report.html", "", True, True),
     ],
 )
-def test_axe_finds_nothing_serious(
-    runs: Path, opened: Open, name: str, hash_: str, phone: bool, dark: bool
-):
+def test_axe_finds_nothing_serious(runs, opened, name, hash_, phone, dark):
     from axe_playwright_python.sync_playwright import Axe
 
     page = opened(runs / name, hash_, phone=phone, dark=dark)
@@ -390,7 +382,7 @@ TEXTS = list(HOSTILE)
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile(tmp_path_factory) -> Path:
     """A page in which every text that a model, a user or a file can write is such a text."""
     folder = tmp_path_factory.mktemp("hostile") / "<img src=x onerror=alert(9)>"
     count = len(TEXTS)
@@ -422,7 +414,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(folder)
 
 
-def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open):
+def test_hostile_text_is_shown_and_nothing_runs(hostile, opened):
     page = opened(hostile, "#rollout=1.0")
     signs = "querySelectorAll('.sign')"
     shown = tokens_that(
@@ -457,7 +449,7 @@ def test_hostile_text_is_shown_and_nothing_runs(hostile: Path, opened: Open):
     )
 
 
-def test_the_policy_holds(runs: Path, browser):
+def test_the_policy_holds(runs, browser):
     """Markup that gets into the page in spite of all does not run and cannot send."""
     page = browser.new_page()
     messages = []

@@ -14,7 +14,6 @@ STEPS = (4, 8, 12)
 METRIC = "val-core/tiny/acc/mean@4"
 # Two sides with four seeds each.
 VALUES = np.random.default_rng(0).normal(size=(2, 4, len(STEPS)))
-Capture = pytest.CaptureFixture[str]
 
 
 def write_run(path: Path, values: np.ndarray, *, form: str = "metrics.jsonl") -> str:
@@ -37,7 +36,7 @@ def write_run(path: Path, values: np.ndarray, *, form: str = "metrics.jsonl") ->
 
 
 @pytest.mark.parametrize("form", ["metrics.jsonl", ".jsonl", "trainer_state.json"])
-def test_the_table_is_scipys(tmp_path: Path, form: str, capsys: Capture):
+def test_the_table_is_scipys(tmp_path, form, capsys):
     sides = []
     for name, runs in zip(("grail", "uniform"), VALUES, strict=True):
         paths = [tmp_path / f"seed{seed}" / name for seed in range(4)]
@@ -61,7 +60,7 @@ def test_seeds_that_a_difference_takes_are_those_of_the_noncentral_t():
         assert power == pytest.approx(0.8, abs=0.04)
 
 
-def test_what_is_no_comparison_is_named(tmp_path: Path, capsys: Capture):
+def test_what_is_no_comparison_is_named(tmp_path, capsys):
     grail = [
         write_run(tmp_path / f"grail-seed{seed}", VALUES[0, seed]) for seed in range(3)
     ]

@@ -25,8 +25,6 @@ from grail_advantage.view import receipt
 from tests.dumps import received, received_header
 from tests.view.synthetic import write_dump, write_metrics
 
-Capture = pytest.CaptureFixture[str]
-
 texts = st.text("a1{ \u202e\x00", max_size=4)
 leaves = st.none() | st.booleans() | st.integers(-3, 10**19) | st.floats() | texts
 values = st.recursive(
@@ -48,7 +46,7 @@ good = {"prompt": "a", "response": "b c"}
 @example({"steps": ["a", 1], "error": -1})
 @example({"reward": 10**400})
 @example({"error": [0, 10**30]})
-def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]):
+def test_a_line_is_a_response_or_is_named(changes):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "r.jsonl"
         path.write_text(json.dumps(good) + "\n" + json.dumps({**good, **changes}) + "\n")
@@ -61,7 +59,7 @@ def test_a_line_is_a_response_or_is_named(changes: dict[str, Any]):
             assert all(isinstance(row, Response) for row in rows)
 
 
-def test_a_damaged_file_costs_its_own_responses(tmp_path: Path, capsys: Capture, caplog):
+def test_a_damaged_file_costs_its_own_responses(tmp_path, capsys, caplog):
     """Cut or with other bytes: the page is written without it and names it, once."""
     write_metrics(tmp_path, 2)
     write_dump(tmp_path, (1, 2), problems=1)
@@ -168,12 +166,7 @@ def columns_of(table: pa.Table) -> list[tuple[str, list[Any]]]:
 class Foreign:
     """A run whose first step's files others wrote, beside a good second step."""
 
-    def __init__(
-        self,
-        folder: Path,
-        capsys: Capture,
-        caplog: pytest.LogCaptureFixture,
-    ):
+    def __init__(self, folder: Path, capsys, caplog):
         self.run = folder / f"run{EVIL}"
         self.capsys = capsys
         self.caplog = caplog
@@ -215,11 +208,11 @@ class Foreign:
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, capsys, caplog) -> Foreign:
+def foreign(tmp_path, capsys, caplog) -> Foreign:
     return Foreign(tmp_path, capsys, caplog)
 
 
-def test_a_foreign_header_costs_its_file(foreign: Foreign):
+def test_a_foreign_header_costs_its_file(foreign):
     for record in NO_HEADERS:
         foreign.put(foreign.good, record)
         assert "step_000001" in foreign.problems()[0]
@@ -233,7 +226,7 @@ def test_a_foreign_header_costs_its_file(foreign: Foreign):
     assert len(list(read_dump(foreign.tokens))) == 16
 
 
-def test_foreign_columns_cost_their_file(foreign: Foreign):
+def test_foreign_columns_cost_their_file(foreign):
     """Values that no writer gives, and those of another type."""
     figure = ["--figure", "methods", "--step", "1"]
     readers = (
@@ -253,7 +246,7 @@ def test_foreign_columns_cost_their_file(foreign: Foreign):
         foreign.problems(*readers)
 
 
-def test_foreign_files_of_what_arrived_cost_themselves(foreign: Foreign):
+def test_foreign_files_of_what_arrived_cost_themselves(foreign):
     keys = foreign.good["key"].to_pylist()
     numbers = [[0.5] * len(mask) for mask in foreign.good["mask"].to_pylist()]
     count = len(keys)

@@ -22,7 +22,6 @@ from tests.dumps import dump_row, method_columns, table_of
 from tests.view.synthetic import write_arrived, write_dump, write_metrics, write_rows
 
 NAN = math.nan
-Capture = pytest.CaptureFixture[str]
 Content = tuple[dict[str, Any], list[dict[str, Any]]]
 """The index of a page, and its rollouts."""
 
@@ -43,7 +42,7 @@ def page_of(*runs: Path, **options) -> Content:
 # ---------------------------------------------------------------------------------------------------------------------- values
 
 
-def test_every_value_of_the_page_is_the_dumps(tmp_path: Path):
+def test_every_value_of_the_page_is_the_dumps(tmp_path):
     write_dump(tmp_path, (1, 5))
     index, blocks = page_of(tmp_path)
     rows = list(read_dump(tmp_path / "tokens"))
@@ -70,7 +69,7 @@ def test_numbers_keep_four_digits_and_nothing_else_is_one():
     assert third == [0, 1, None, None, -0.375]
 
 
-def test_received_by_epoch_effect_and_mismatch(tmp_path: Path):
+def test_received_by_epoch_effect_and_mismatch(tmp_path):
     """Two optimiser steps of one response; the other was left out. One of the three tokens moved with its advantage."""
     write_arrived(tmp_path / "tokens")
     index, (block, _, other) = page_of(tmp_path)
@@ -89,7 +88,7 @@ def test_received_by_epoch_effect_and_mismatch(tmp_path: Path):
     assert {"effect", "mismatch", "received"} <= set(index["limits"])
 
 
-def test_several_methods_and_one_that_gives_advantages(tmp_path: Path):
+def test_several_methods_and_one_that_gives_advantages(tmp_path):
     methods = {
         "grail": method_columns(score_T=[1, 2], weight_T=[0.5, 1.5]),
         "turns": method_columns(weight_T=[1, 1], advantage_T=[1, -1], no_scores="none"),
@@ -129,7 +128,7 @@ def test_several_methods_and_one_that_gives_advantages(tmp_path: Path):
         ([1.0, -1.0, 0.5, None, 2.0], "turns", [None] * 3),
     ],
 )
-def test_rewards_belong_to_turns(tmp_path: Path, rewards, align: str, expected: list[Any]):
+def test_rewards_belong_to_turns(tmp_path, rewards, align, expected):
     """The third and fourth of eight tokens are a tool's, and the sixth is."""
     labels = {"tool": [[2, 4], [5, 6]], "turn_rewards": rewards}
     row = dump_row([1.0] * 8, labels=labels)
@@ -165,7 +164,7 @@ def test_values_by_rollouts_are_shares_of_their_digits():
     assert values_of({"values": "much"}, 8) is None
 
 
-def test_scales_are_those_of_tokens_with_scores(tmp_path: Path):
+def test_scales_are_those_of_tokens_with_scores(tmp_path):
     """However few they are: responses without scores, whose weights are 1, do not narrow the colours."""
     weights = np.linspace(0.76, 1.6, 40)
     weights[-1] = 5.0
@@ -219,7 +218,7 @@ def test_profiles_of_masked_and_short_responses():
     assert filled == [{5: 2.0, 15: 4.0}, {10: 3.0}, {}]
 
 
-def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path):
+def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path):
     rows = []
     for step in range(1, 7):
         rows += [
@@ -240,7 +239,7 @@ def test_lines_by_outcome_are_over_all_responses_with_scores(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------------------ limits and runs
 
 
-def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path: Path):
+def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path):
     """Of eight steps with four groups of eight, and at least one group."""
     write_dump(tmp_path, range(1, 9), problems=4)
     for rollouts, steps in (
@@ -258,7 +257,7 @@ def test_the_page_holds_whole_groups_evenly_over_the_steps(tmp_path: Path):
     assert page_of(tmp_path)[0]["notes"] == []
 
 
-def test_the_page_keeps_to_its_bytes(tmp_path: Path):
+def test_the_page_keeps_to_its_bytes(tmp_path):
     rng = np.random.default_rng(0)
     rows = []
     for step in (1, 2, 3, 4):
@@ -281,9 +280,7 @@ def test_the_page_keeps_to_its_bytes(tmp_path: Path):
         write_report(tmp_path, megabytes=0)
 
 
-def test_runs_beside_each_other_with_a_stock_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_runs_beside_each_other_with_a_stock_one(tmp_path, caplog):
     """Curves of a stock run of verl, by its log; one name a run; the same problem is one; a run without a dump is named."""
     own = tmp_path / "own"
     stock = tmp_path / "project" / "stock"
@@ -310,7 +307,7 @@ def test_runs_beside_each_other_with_a_stock_one(
     assert str(stock) in warning
 
 
-def test_where_a_run_may_be(tmp_path: Path):
+def test_where_a_run_may_be(tmp_path):
     run = write_rows(tmp_path / "run", [dump_row([1.0])])
     metrics = run / "metrics.jsonl"
     line = '{"step": 1, "data": {"a": 1.5}}\n'
@@ -326,7 +323,7 @@ def test_where_a_run_may_be(tmp_path: Path):
         open_run(tmp_path / "v1.0")
 
 
-def test_a_name_with_dots_is_that_run_and_no_other(tmp_path: Path, capsys: Capture):
+def test_a_name_with_dots_is_that_run_and_no_other(tmp_path, capsys):
     """Beside runs whose names are its beginnings, each a file of metrics of stock verl; and beside folders of such names."""
     runs = [str(tmp_path / name) for name in ("qwen2", "qwen2.5-1", "qwen2.5-1.5b-grpo")]
     for value, run in enumerate(runs):
@@ -349,7 +346,7 @@ def test_a_name_with_dots_is_that_run_and_no_other(tmp_path: Path, capsys: Captu
         assert f"{gone} holds neither metrics" in capsys.readouterr().err
 
 
-def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Capture):
+def test_reports_against_many_runs_and_long_names(tmp_path, capsys):
     """Every file's name fits, and other runs give another file."""
     names = [f"qwen2.5-1.5b-instruct-grail-published-seed{n}" for n in range(10)]
     runs = [str(tmp_path / name) for name in (*names, "é" * 120)]
@@ -376,7 +373,7 @@ def test_reports_against_many_runs_and_long_names(tmp_path: Path, capsys: Captur
 # ---------------------------------------------------------------------------------------------------------- commands and texts
 
 
-def test_the_command(tmp_path: Path, capsys: Capture):
+def test_the_command(tmp_path, capsys):
     run = str(tmp_path)
     figure = [run, "--figure", "methods"]
     write_metrics(tmp_path, 2)
@@ -401,7 +398,7 @@ def test_the_command(tmp_path: Path, capsys: Capture):
     [("page", "pyarrow", "report"), ("figure", "matplotlib", "figures")],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(
-    module: str, package: str, extra: str, monkeypatch, capsys: Capture
+    module, package, extra, monkeypatch, capsys
 ):
     # The module is imported anew, and does not find the package.
     monkeypatch.delitem(sys.modules, f"grail_advantage.view.{module}", raising=False)
@@ -410,7 +407,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert f"pip install 'grail-advantage[{extra}]'" in capsys.readouterr().err
 
 
-def test_the_response_of_a_step_and_row(tmp_path: Path):
+def test_the_response_of_a_step_and_row(tmp_path):
     rows = [dump_row([1.0], no_scores="no answer"), dump_row([0.5, 4.0], row=3)]
     run = open_run(write_rows(tmp_path, rows))
     # By default the first with scores.

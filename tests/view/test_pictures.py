@@ -1,7 +1,5 @@
 """The pictures of the pages are what their command makes today."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -11,7 +9,7 @@ from scripts import pictures
 pytestmark = pytest.mark.slow
 
 
-def test_pictures_are_what_the_command_makes(tmp_path: Path):
+def test_pictures_are_what_the_command_makes(tmp_path):
     """By size and, but for fonts of another machine, by colour."""
     if pictures.chromium() is None:
         pytest.skip(

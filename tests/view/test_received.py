@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,10 @@ from grail_advantage.receipt.report import main as own_main
 from grail_advantage.view.receipt import main
 from tests.view.synthetic import SCALED, header, receipt, write_arrived
 
-Capture = pytest.CaptureFixture[str]
 NOTE = Finding("unknown loss", "all updates", 0.0, "no formula", (), "", False)
 
 
-def test_is_read_beside_the_responses(tmp_path: Path):
+def test_is_read_beside_the_responses(tmp_path):
     """Means over the steps are in the page, see ``test_page.py``; the last response was in no step."""
     path = write_arrived(tmp_path, update=1)
     assert path.name == "received_000003_update_1.parquet"
@@ -60,7 +58,7 @@ def test_findings_of_a_run_are_put_together():
     ("findings", "statuses"),
     [((), (0, 0, 0)), ((NOTE,), (0, 1, 0)), ((NOTE, SCALED), (1, 1, 0))],
 )
-def test_exit_status_by_severity(tmp_path: Path, findings, statuses, capsys: Capture):
+def test_exit_status_by_severity(tmp_path, findings, statuses, capsys):
     """Of a run's folder and of the dump's, by default as for mismatches."""
     write_arrived(tmp_path / "tokens", *findings)
     for severity, status in zip(("mismatch", "note", "nothing"), statuses, strict=True):
@@ -73,7 +71,7 @@ def test_exit_status_by_severity(tmp_path: Path, findings, statuses, capsys: Cap
         assert finding.causes in printed
 
 
-def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture):
+def test_json_and_the_address_of_each_token(tmp_path, capsys):
     """Tokens are counted from 1, as on the page, whose address counts from 0; there is no -0.0."""
     examples = (("a_1_0", 2, 0.5, -0.0), ("gone", 0, 1.0, 2.0))
     write_arrived(tmp_path, replace(SCALED, examples=examples), update=1)
@@ -89,7 +87,7 @@ def test_json_and_the_address_of_each_token(tmp_path: Path, capsys: Capture):
     assert f"report.html{address}" in capsys.readouterr().out
 
 
-def test_the_receipts_of_a_file(tmp_path: Path, capsys: Capture):
+def test_the_receipts_of_a_file(tmp_path, capsys):
     """As a loop of one's own writes them: by the command alone, and by the one that reads dumps too."""
     path = tmp_path / "receipts.jsonl"
     for step, findings in enumerate(((), (SCALED,))):
@@ -101,7 +99,7 @@ def test_the_receipts_of_a_file(tmp_path: Path, capsys: Capture):
     assert "ppo" in whole
 
 
-def test_nothing_to_read(tmp_path: Path, capsys: Capture):
+def test_nothing_to_read(tmp_path, capsys):
     assert main([str(tmp_path)]) == NOTHING
     write_arrived(tmp_path).write_bytes(b"PAR1 broken")
     assert main([str(tmp_path)]) == NOTHING
