@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-selection=(-m "not nightly") say="14 minutes, 14 GB of memory; --quick: 3 minutes"
+selection=(-m "not nightly") say="9 minutes, 14 GB of memory; --quick: 3 minutes"
 case ${1:-} in
 --quick) shift && selection=(-m "not slow and not nightly") say="3 minutes, 4 GB of memory" ;;
 --nightly) shift && selection=() say="25 minutes, 14 GB of memory" ;;

@@ -105,7 +105,8 @@ def plain_rollouts(**changes) -> Rollouts:
     }
     ids = [response.ids for response in RESPONSES]
     written = [response.written for response in RESPONSES]
-    return common.rollouts_of(ids, ADVANTAGES, written, **parts | changes)
+    parts["advantages"] = ADVANTAGES
+    return common.rollouts_of(ids, trained=written, **parts | changes)
 
 
 def plain_table(

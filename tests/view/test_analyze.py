@@ -1,7 +1,5 @@
 """The analysis of existing responses: its dump is that of a plain model, see ``tests/hosts.py``."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -560,6 +558,8 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path):
 
 
 OWN = """
+from __future__ import annotations
+from typing import Literal
 import torch
 from grail_advantage import Method, Rollouts, Weights, option, register
 
