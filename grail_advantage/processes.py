@@ -28,19 +28,20 @@ class WeighingProcess:
     temperature: float
     _metrics: Any
 
-    def _weigh(self, r: Rollouts) -> Weighed:
+    def _weigh(self, rollouts: Rollouts) -> Weighed:
         """What the method makes of this process's responses."""
         method = self.method
-        count = len(r)
-        places = r.places
+        count = len(rollouts)
+        places = rollouts.places
         if not method.uses and self.accelerator.num_processes > 1:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
-            r = with_columns(r, [name for name in DUMPED if name in method.reads], self._host(r))
-            r = replace(
-                joined(gather_object([r.part(range(count))])), tokenizer=self.processing_class
-            )
-        w = weigh(r, method, self._host(r), self._answers)
-        return w.part(places) if len(r) > count else w  # process by process
+            names = [name for name in DUMPED if name in method.reads]
+            rollouts = with_columns(rollouts, names, self._host(rollouts))
+            everywhere = joined(gather_object([rollouts.part(range(count))]))
+            rollouts = replace(everywhere, tokenizer=self.processing_class)
+        weighed = weigh(rollouts, method, self._host(rollouts), self._answers)
+        # Of all processes' responses this one's
+        return weighed.part(places) if len(rollouts) > count else weighed
 
     def _host(self, rollouts: Rollouts, **named: Any) -> PlainHost:
         """Responses with the model, and not DDP's module, whose backward would wait for gradients of parameters."""
