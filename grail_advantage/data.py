@@ -30,18 +30,19 @@ OLD_LOG_PROBS = "old_log_probs"
 ENTROPY = "entropy"
 REF_LOG_PROBS = "ref_log_probs"
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
-"""Columns, float (B, T): each response token's log-probability under the policy before the update, at the sampling
-temperature, that policy's entropy in nats at the token's predictor position, the log-probability under the run's
-reference, and the one that the engine gave which sampled the token (for the dump alone)."""
+"""Columns, float (B, T), a value a response token. The first is its log-probability under the policy before the update,
+at the sampling temperature; the second that policy's entropy, in nats, at the token's predictor position; the third the
+log-probability under the run's reference; the last the one that the sampling engine gave (for the dump alone)."""
 OF_POLICY = (OLD_LOG_PROBS, ENTROPY)  # that a forward of the policy gives
 # By names in the dump
 DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy", REF_LOG_PROBS: "ref_log_prob"}
-LARGEST = 1e18  # a larger reward or advantage trains nothing, like one that is not finite: its square leaves float32
+# A larger reward or advantage trains nothing, like one that is not finite: sums of squares would leave float32.
+LARGEST = 1e18
 
 
 def within_range(values: Tensor) -> Tensor:
     """Say which rewards or advantages can train, bool: false for NaN, an infinity, and more than ``LARGEST``."""
-    # Not in half precision, in which LARGEST is an infinity, nor as whole numbers, which the default dtype would round.
+    # In half precision LARGEST is rounded, or an infinity; whole numbers would be rounded to the default dtype.
     wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
     return wide.abs() <= LARGEST
 
@@ -70,8 +71,8 @@ def stacked(micro_batches: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Put tensors of micro-batches, each padded to a length of its own, together as tensors of all responses, with
     zeros after the ends.
 
-    A micro-batch gives as many tensors as any other, (b, W) each. One that is narrower than its first belongs to the
-    last positions of it. Example: ids ``[[5, 6, 7]]`` and a mask ``[[1, 1]]`` of the last two, then ids ``[[8]]`` and a
+    A micro-batch gives as many tensors as any other, (b, W) each. Its first tensor sets its length; a narrower one is of
+    the last positions. Example: ids ``[[5, 6, 7]]`` and a mask ``[[1, 1]]`` of the last two, then ids ``[[8]]`` and a
     mask ``[[1]]``, give ``[[5, 6, 7], [8, 0, 0]]`` and ``[[0, 1, 1], [1, 0, 0]]``."""
     width = max(tensors[0].shape[1] for tensors in micro_batches)
     columns: list[list[Tensor]] = [[] for _ in micro_batches[0]]
@@ -144,8 +145,8 @@ class Rollouts:
     the method reads them.
 
     Example: the prompt ``[5, 6]`` and a response ``[7, 9, 9, 8]`` whose middle a tool wrote have
-    ``prompts=[tensor([5, 6])]``, ``responses=[tensor([7, 9, 9, 8])]``, ``mask=[[True, False, False, True]]`` and
-    ``advantages=[-0.5]``.
+    ``prompts=[tensor([5, 6])]``, ``responses=[tensor([7, 9, 9, 8])]``,
+    ``mask=tensor([[True, False, False, True]])`` and ``advantages=tensor([-0.5])``.
 
     Raises:
         ValueError: parts that do not fit together, naming the one that does not.
@@ -165,12 +166,12 @@ class Rollouts:
     groups: Tensor | None = None  # int64 (B,), at least 0; the same for responses to one prompt
     # (B,): the sum of each response's rewards, NaN where it could not be scored
     rewards: Tensor | None = None
-    # Each response's conversation, and its number in it
+    # Each response's conversation, and its place there; the responses of one are sorted by it
     sessions: Sequence[tuple[Any, int]] | None = None
     examples: Sequence[Example | None] | None = None
     # One value a response, for ``field:NAME``
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    # The columns of READS that the host has; to a method NaN where the model did not write
+    # The columns of READS that the host has; weigh() makes them NaN, for a method, where the model did not write
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     keys: Sequence[str] = ()
     places: Sequence[int] = ()  # by default 0, 1, 2, ... both
@@ -576,6 +577,8 @@ class Weighed:
         counts = [int(mask.sum()) for mask in masks]
         parts = self.advantages[self.rollouts.mask].split(counts)
         return [
-            torch.zeros(mask.shape, device="cpu").masked_scatter(mask.cpu().bool(), part)
+            torch.zeros(mask.shape, dtype=torch.float32, device="cpu").masked_scatter(
+                mask.cpu().bool(), part
+            )
             for mask, part in zip(masks, parts, strict=True)
         ]

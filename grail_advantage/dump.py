@@ -211,8 +211,8 @@ def _write(
 
 
 def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> None:
-    """Raise ValueError where a response has more or fewer values of a column than tokens. One that has no value of
-    either, null, is right."""
+    """Raise ValueError where a response has more or fewer values of a column than tokens. Null in place of a list is
+    allowed."""
     counts = pc.list_value_length(tokens)
     for name in table.column_names:
         values = table[name]
@@ -224,14 +224,14 @@ def _check_lengths(table: pa.Table, tokens: pa.ListArray | pa.ChunkedArray) -> N
             expected = counts.take(pc.list_parent_indices(lists))
         elif name not in _PER_TOKEN:
             continue
-        # Null: there are none
+        # A null list compares as null, which counts as equal.
         are_equal = pc.all(pc.equal(pc.list_value_length(values), expected)).as_py()
         if are_equal is False or (name in BY_UPDATE and values.null_count):
             raise ValueError(f"a response has more or fewer values of {name} than tokens")
 
 
 def _check_foreign(table: pa.Table) -> None:
-    """Raise ValueError for what a file of others need not keep to, and every reader relies on."""
+    """Raise ValueError where a file, which others may have written, breaks what every reader relies on."""
     # Reading a file checks neither the offsets of its lists nor its UTF-8.
     table.validate(full=True)
     columns = {name: table[name].combine_chunks() for name in table.column_names}
@@ -385,10 +385,10 @@ class TokenDump:
     __iter__ = rows
 
     def receipts(self) -> list[Mapping[str, Any]]:
-        """Give the headers of the files of what arrived, in order; an analysis has measured effects alone."""
+        """Give the headers that hold a receipt, in order; a file of an analysis has measured effects alone."""
         receipts = []
         for _, _, path in _files(self.folder, "received"):
-            # What is wrong with the received values costs these columns alone.
+            # A damaged file costs its own receipt alone.
             with _noting(path, "received", self.problems):
                 header = _header_in(path, "received")
                 if "findings" in header:
@@ -417,8 +417,8 @@ def _with_nulls(table: pa.Table, columns: Iterable[str]) -> pa.Table:
 
 @contextmanager
 def _noting(path: Path, kind: str, problems: list[str]) -> Iterator[None]:
-    """Let an error of a damaged file within end there: the file is named, once, in a line that acts on no terminal, and
-    logged."""
+    """Swallow an error of a damaged file, so that what follows the block runs then. The file is logged, and named once in
+    ``problems``, without control characters."""
     try:
         yield
     except (
@@ -519,10 +519,10 @@ class DumpOptions(BaseModel):
         """Give the options of a host's section, with the whole path of the folder; ValueError: names the first that is
         wrong as ``section.option=value``."""
         folder = values.get("folder")
-        if folder:
-            values = {**values, "folder": Path(str(folder)).expanduser().absolute()}
+        if not folder:
+            raise ValueError(f"{section}.folder is missing; name the folder that gets the files")
         try:
-            return cls(**values)
+            return cls(**{**values, "folder": Path(str(folder)).expanduser().absolute()})
         except ValidationError as error:
             first = error.errors()[0]
             named = [f"{section}.{name}={first['input']!r}" for name in first["loc"]]
@@ -576,8 +576,8 @@ class Unstopped:
 
 
 class StepDump(Unstopped):
-    """It chooses responses of updates, which share the step's, and writes them. The training waits: 2 s for a million
-    tokens, and ``SECONDS`` once for a disk that hangs, after which files are left out until it answers."""
+    """It chooses and writes responses; the updates of a step share its number of them. The training waits: 2 s for a
+    million tokens, and ``SECONDS`` once for a disk that hangs, after which files are left out until it answers."""
 
     def __init__(
         self, options: DumpOptions, tokenizer: Any, *, updates: int, model: str, temperature: float
@@ -719,6 +719,7 @@ def table_of(
     for name, column in r.columns.items():  # some hosts have values for a tool's tokens as well
         column = torch.where(r.written, column.float(), torch.nan)
         values[DUMPED.get(name, name)] = per_response(column)
+    # Without step and update, which write_step() adds.
     schema = pa.schema(list(SCHEMA)[2:])
     for field_ in schema:
         if field_.type == TEXT:
@@ -729,8 +730,8 @@ def table_of(
 def received_table(
     receipt: Receipt, keys: Sequence[str], lengths: Sequence[int], effect: Tensor | None = None
 ) -> pa.Table:
-    """Give a receipt's responses, with their keys and numbers of tokens, and the effect of the update, float (B, T),
-    where it was measured, as :func:`write_received` takes them."""
+    """Make the table that :func:`write_received` takes of a receipt: a row for each key, cut to its length. ``effect``:
+    of the update, float (B, T), where it was measured."""
     rows = []
     for index, (key, length) in enumerate(zip(keys, lengths, strict=True)):
         # All NaN: the update did not hold the response.

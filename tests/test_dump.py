@@ -256,3 +256,8 @@ def test_links_and_pipes_in_a_foreign_folder(tmp_path):
     opened = open_run(run)
     assert opened.metrics == {}
     assert len(list(opened.dump)) == 1
+
+
+def test_options_without_a_folder_are_refused():
+    with pytest.raises(ValueError, match=r"token_dump\.folder is missing; name"):
+        DumpOptions.of_section("token_dump", {"every": 2})

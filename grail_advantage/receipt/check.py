@@ -1,8 +1,8 @@
 """Compare what each token received with what the loss says: a table of what differs, by how much and where.
 
 What differs is explained by one change of the loss (a column, the ratio, the clip, the KL term) and one factor for each
-optimiser step, rank, micro-batch or response. All pairs are tried and the shortest is told, in bits: of the change, 12
-for each free number, 8 for each token that is left over, and less for those of a known kind, such as lost ones.
+optimiser step, rank, micro-batch or response. A pair costs the bits of its change, 12 for each free number, 8 for each
+token that is left over, and less for tokens of a known kind, such as lost ones. The cheapest pair is told.
 
 Effective advantages: ``wanted`` is what the loss says (a table calls it intended, a receipt expected), ``value`` what a
 changed loss says, ``open`` what the loss says without its clip; ``received`` is what arrived, and ``got`` is received
@@ -51,7 +51,7 @@ CAUSES = {
 }
 """Names of findings, with their usual causes."""
 FIRST = ("missing", "repeated", "not finite", "outside")
-"""Names that are told before all others."""
+"""Names whose mismatches are told before all others."""
 NOISE = 1e-3
 """The first ratios are at most so far from 1, in the mean, by rounding."""
 STALE = 0.02
@@ -68,7 +68,7 @@ class Finding:
 
     name: str  # a key of CAUSES
     where: str  # such as: constant in each rank, 8 of 64 responses, in optimiser steps 2, 4
-    size: float  # the factor, the share of tokens or the ratio, as `what` says
+    size: float  # the factor, the share of tokens or responses, or how far the ratio is from 1, as `what` says
     what: str  # a sentence
     # At most three: response, token from 0, intended, received
     examples: tuple[tuple[str, int, float, float], ...] = ()
@@ -112,13 +112,14 @@ class Finding:
 class Receipt:
     """What arrived. Tensors are float32, with NaN for responses that an update does not hold."""
 
-    # Effective advantage e = -g D, the mean over the updates that the response was in
+    # Effective advantage e = -g D, for the gradient g of the loss by the log-probability and the loss's denominator D;
+    # the mean over the updates that the response was in
     received_BT: Tensor
     # Share of these updates in which the token was clipped; NaN for an unknown loss
     clipped_BT: Tensor
     received_UBT: Tensor  # e by update
     expected_UBT: Tensor  # what the loss says; NaN for an unknown loss
-    clipped_UBT: Tensor  # 1 where the update clipped the token; NaN for an unknown loss
+    clipped_UBT: Tensor  # share of its times in the update that the token was clipped; NaN for an unknown loss
     # Mismatches first; of these structure first, then those that cover most tokens
     findings: tuple[Finding, ...]
     seen_from: float = 1.0  # smallest factor above 1 that is found in an advantage of middle size, by the precision
@@ -295,7 +296,8 @@ class Comparison(Arrived):
         )
 
     def structure(self, pieces: list[Piece]) -> None:
-        """Find responses in an epoch never or twice, left out with an advantage, or whose prompt trains."""
+        """Find responses that an epoch never holds, or twice, that have an advantage and were left out, or whose prompt
+        trains."""
         batch = self.batch
         B = len(batch.mask_BT)
         left_out_B = batch.left_out_B
@@ -450,7 +452,7 @@ class Comparison(Arrived):
                 # No other factor can be shorter. The first one is tried in any case, for its share.
                 if least_bits >= best.bits:
                     break
-            # What looks reversed may be swapped too.
+            # An explanation as cheap as one number will do; but what looks reversed may be swapped.
             is_sign = best.name in ("sign", "swapped") or best.remaining["sign"].any()
             if best.bits <= NUMBER and not is_sign:
                 break
@@ -507,6 +509,7 @@ class Comparison(Arrived):
             for kind in ("rounded", "lost", "unclipped"):
                 if not places[kind]:
                     rest_NT = rest_NT | kinds.pop(kind)
+        # Under a stale ratio the clip takes other tokens, and "unclipped" is no finding of its own.
         if best.name and not (rest_name == "stale" and best.name == "unclipped"):
             left_NT = torch.stack(list(best.remaining.values())).any(dim=0)
             away_NT = (self.received_NT - self.wanted_NT).abs()
@@ -535,7 +538,7 @@ class Comparison(Arrived):
         if rest_name == "stale":
             times_K = got_K / value_K
             times_K = times_K[times_K.isfinite() & (times_K > 0)]
-            low, high = times_K.quantile(torch.tensor([0.01, 0.99], dtype=torch.float64))
+            low, high = middle_98(times_K)
             what = (
                 f"the ratio in the loss is mostly {low:.3g} to {high:.3g} times that of the batch"
             )
@@ -638,10 +641,20 @@ def is_added(value_K: Tensor, got_K: Tensor, advantage_K: Tensor) -> bool:
     return added < 0.7 * times and times > noise
 
 
+def middle_98(values_K: Tensor) -> list[float]:
+    """The quantiles 0.01 and 0.99 of values, float64."""
+    # torch takes quantiles of 2^24 values at most.
+    some_K = values_K[:: len(values_K) // 2**24 + 1]
+    return some_K.quantile(torch.tensor([0.01, 0.99], dtype=torch.float64)).tolist()
+
+
 def ks_distance(values_K: Tensor, part_K: Tensor) -> float:
     """The largest difference between the distribution functions of a part and of the rest (Kolmogorov and Smirnov)."""
     # Example: values 1 2 3 4 of which the part has 1 2: its function is 1 at 2, where the rest's is 0.
-    part_K = part_K[values_K.argsort()].double()
+    values_K, order_K = values_K.sort()
+    part_K = part_K[order_K].double()
     rest_K = 1 - part_K
     away_K = part_K.cumsum(0) / part_K.sum() - rest_K.cumsum(0) / rest_K.sum()
-    return float(away_K.abs().max())
+    # Of equal values the functions have all or none.
+    ends_K = values_K.diff(append=values_K.new_full((1,), math.inf)) != 0
+    return float(away_K[ends_K].abs().max())

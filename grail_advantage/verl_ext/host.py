@@ -93,7 +93,9 @@ class WeighingTrainer:
     timing_raw: dict[str, float]
     _skips: bool = False  # whether responses that train nothing are left out of the update
     _reuses: bool = False  # whether an update's own forward may give the old log-probabilities
-    _own_forward: bool = False  # whether that of the update that comes next does
+    _own_forward: bool = (
+        False  # whether the next update's own forward gives its old log-probabilities
+    )
     _dump: UpdateDump | None = None
     _weighed: Weighed  # of the update that comes next
 
@@ -144,7 +146,7 @@ class WeighingTrainer:
             self._dump = UpdateDump(settings, self.tokenizer, updates=updates)
 
     def _load_checkpoint(self) -> None:
-        """verl's; then the loaded model is asked whether responses can be left out."""
+        """Load verl's checkpoint; then ask the loaded model whether responses can be left out."""
         super()._load_checkpoint()
         # One probe serves both shortcuts, and none runs where a setting decides already.
         probe = cache(self._probe)
@@ -199,8 +201,8 @@ class WeighingTrainer:
         return list(dict.fromkeys(names))
 
     def _weigh(self, keys: Sequence[str], data: TensorDict) -> Weighed:
-        """Token weights of the responses with these keys, by their fields as far as the run has them, nested where they
-        have a value a token."""
+        """Weigh the responses with these keys. ``data`` has those of their fields that the run has, nested where a field has
+        a value a token."""
         rollouts = self._rollouts(keys, data)
         self._weighed = weigh(rollouts, self.settings.method, self, self._answers)
         return self._weighed
@@ -313,8 +315,8 @@ class WeighingTrainer:
             config=self.config.algorithm,
         )
         advantages_B = _response_advantages(data.batch["advantages"], compared_BT, self.settings)
-        # The rewards NaN, NaN, 1 leave one session in the group, and these bases give it the advantage 1, its
-        # reward, or 0. It is compared with nothing, so 0. A session counts once, whatever outputs it has.
+        # The rewards NaN, NaN, 1 leave one session in the group. Some of these bases give it its reward as the advantage,
+        # some 0. It is compared with nothing, so it gets 0. A session counts once, however many outputs it has.
         if base in COMPARING:
             sizes = outputs.groupby(groups)["session"].transform("nunique").to_numpy()
             advantages_B = advantages_B.masked_fill(torch.from_numpy(sizes == 1), 0.0)
@@ -329,7 +331,7 @@ class WeighingTrainer:
         }
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
-                # Before the update, whose workers look for the marks.
+                # Before the update: it marks the responses whose gradients the workers keep.
                 self._dump.choose(self._weighed, not_padding, update=update)
                 # Old log-probabilities of an own forward come with the update; the dump is written after it.
                 if not self._own_forward:
@@ -338,7 +340,8 @@ class WeighingTrainer:
         return figures
 
     def _receive(self, batch: Any, rollouts: Rollouts, sent: Sequence[bool]) -> dict[str, float]:
-        """Hand what the responses received in an update of a batch to the dump, if it was watched; metrics.
+        """Hand what the responses received in an update of a batch to the dump, and give its metrics; none where no
+        response was marked.
         ``sent``: which responses were in the update, and not left out of it."""
         if self._dump is None or self._dump.marks is None:
             return {}
@@ -448,7 +451,7 @@ def _fields(last: Sequence[int], data: TensorDict, method: BaseMethod) -> dict[s
     fields = {}
     for name in method.field_names:
         values = objects(data, name)
-        # None is a value: a batch in which no response called a tool has nothing else.
+        # The name counts, not the value: where no response called a tool, each has None.
         if any(name in entry for entry in added):
             values = [entry.get(name) for entry in added]
         if values is None:
@@ -506,7 +509,7 @@ def truncated(
     so a whole response has the same limit.
     """
     response_length = settings[f"{options.ROLLOUT}.response_length"]
-    # The engines have all positions of the context but SGLang.
+    # Engines use all positions of the context; SGLang keeps one free.
     positions = context_length - (settings[f"{options.ROLLOUT}.name"] == "sglang")
     longest = min(settings.longest, positions)
     at_limit = []

@@ -47,6 +47,9 @@ def numbers(w: Weighed | TokenWeights) -> dict[str, Any]:
     for name, value in vars(w).items():
         if isinstance(value, torch.Tensor):
             values[name] = (value.dtype, value.device, value.nan_to_num(-7.0).tolist())
+    if isinstance(w, Weighed):
+        (advantages,) = w.advantages_under([w.rollouts.mask])
+        values["in a trainer's layout"] = (advantages.dtype, advantages.tolist())
     return values
 
 

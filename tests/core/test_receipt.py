@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import ks_2samp
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -26,6 +28,7 @@ from grail_advantage.receipt import (
     check,
     verl_loss,
 )
+from grail_advantage.receipt.check import ks_distance, middle_98
 from grail_advantage.receipt.report import main, read, write
 from tests.core.receipt_faults import MADE_UP, THREADS, cells, misnamed, quiet, rank_tokens
 from tests.core.receipt_loop import (
@@ -449,3 +452,19 @@ print({name.partition(".")[0] for name in set(sys.modules) - before} & {"grail_a
     environment = {"PYTHONPATH": str(wheel)}
     command = [sys.executable, "-c", script]
     assert subprocess.check_output(command, cwd=tmp_path, env=environment) == b"set()\n"
+
+
+@pytest.mark.parametrize("sizes", [1, 3, 1000])
+def test_distances_of_distributions_are_scipys_whatever_the_order_of_equal_values(sizes):
+    generator = np.random.default_rng(sizes)
+    values = generator.integers(sizes, size=60).astype(float)
+    is_part = generator.random(60) < 0.4
+    expected = ks_2samp(values[is_part], values[~is_part]).statistic
+    for order in (np.arange(60), generator.permutation(60)):
+        distance = ks_distance(torch.tensor(values[order]), torch.tensor(is_part[order]))
+        assert distance == pytest.approx(expected, abs=1e-12)
+
+
+def test_quantiles_of_more_values_than_torch_takes():
+    values_K = torch.arange(2**24 + 8, dtype=torch.float64)
+    assert middle_98(values_K) == pytest.approx([0.01 * 2**24, 0.99 * 2**24], rel=1e-5)
