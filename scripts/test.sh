@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 selection=(-m "not nightly") say="9 minutes, 14 GB of memory; --quick: 3 minutes"
 case ${1:-} in
 --quick) shift && selection=(-m "not slow and not nightly") say="3 minutes, 4 GB of memory" ;;
---nightly) shift && selection=() say="25 minutes, 14 GB of memory" ;;
+--nightly) shift && selection=() say="20 minutes, 14 GB of memory" ;;
 esac
 echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 
