@@ -557,7 +557,6 @@ def test_options_are_refused_as_a_trainer_is_made(tmp_path):
     for option, settings in (
         ("loss_type", {"loss_type": "luspo"}),
         ("entropy_coef", {"skip_zero_advantage": True, "entropy_coef": 0.01}),
-        ("every", {"token_dump": {"every": 2}}),
         (r"^token_dump\.every=10\.0", {"token_dump": {"folder": "tokens", "every": 10.0}}),
         ("rows", {"token_dump": {"folder": "tokens", "rows": 4}}),
     ):
