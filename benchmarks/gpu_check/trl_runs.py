@@ -59,7 +59,15 @@ def run(outcome: Outcome, device: str) -> None:
         )
     # Anew, as precision() has rounded the weights.
     model, _ = load_smollm2()
-    settings = WarmUpSettings(SLIPS, 32 if full else 4, 1e-4, 96 if full else 2, 8, 0, 0.35)
+    settings = WarmUpSettings(
+        error_rate=SLIPS,
+        batch_size=32 if full else 4,
+        learning_rate=1e-4,
+        steps=96 if full else 2,
+        evaluate_every=8,
+        greedy_target=0.0,
+        sampled_target=0.35,
+    )
     warm_up(model.to(device), tokenizer, warm, held_out, settings, max_new_tokens=LONGEST)
     boxed, right = judge(model, tokenizer, held_out, max_new_tokens=LONGEST).values()
     # Most prompts have both kinds among their eight

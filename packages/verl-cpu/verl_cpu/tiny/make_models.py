@@ -45,7 +45,7 @@ Row = tuple[list[int], list[int]]
 IGNORED = -100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WarmUpSettings:
     """Supervised training of the tiny model; the defaults take one to two minutes on two cores."""
 
@@ -67,7 +67,7 @@ class WarmUpSettings:
         return self.learning_rate * (min(1.0, 16 * step / self.steps) * cosine)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentSettings:
     """Supervised training on conversations with mistakes."""
 
