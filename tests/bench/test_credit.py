@@ -36,7 +36,7 @@ def with_values(source: Path, out: Path, *options: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory) -> Path:
+def lines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     sampled(folder / "sums.jsonl", 24)
     with_values(folder / "sums.jsonl", folder / "values.jsonl")
@@ -44,7 +44,7 @@ def lines(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(lines: Path) -> Path:
+def folder(lines):
     chosen = {name: build(name) for name in ("uniform", "entropy", "probability")}
     chosen["step_values"] = build("step_values", {"separator": ";"})
     return analyzed(lines, lines.with_name("seen"), chosen)

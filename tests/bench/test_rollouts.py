@@ -1,7 +1,5 @@
 """Responses and continuations of the tiny model: what they depend on, and resumptions."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ from verl_cpu.tiny.task import compute_score, random_problems
 
 
 @pytest.fixture(scope="module")
-def tiny() -> tuple[Any, Any]:
+def tiny():
     tokenizer, load = model_of("tiny")
     return tokenizer, load()
 

@@ -138,7 +138,7 @@ def registered():
 
 
 @pytest.fixture(scope="module")
-def folder(registered, tmp_path_factory) -> Path:
+def folder(registered, tmp_path_factory):
     folder = tmp_path_factory.mktemp("planted")
     chosen = {name: Planted(planted=name) for name in PLANTED}
     chosen["praise"] = Praise(planted="perfect")

@@ -125,7 +125,7 @@ def test_each_tokenizer_has_its_own_table():
 
 
 @pytest.fixture(scope="module", params=["qwen", "llama3"])
-def real_vocabulary(request) -> tuple[PreTrainedTokenizerFast, dict[int, bytes]]:
+def real_vocabulary(request):
     """A real tokenizer, and its token bytes read from the vocabulary file itself."""
     if request.param == "qwen":
         tokenizer = real.qwen_tokenizer()

@@ -9,7 +9,6 @@ import math
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -352,7 +351,7 @@ def test_nan_logits_in_one_row(name):
 
 
 @pytest.fixture(autouse=True)
-def clean_registry() -> Iterator[None]:
+def clean_registry():
     """What a test registers is gone afterwards."""
     methods()
     tables = (registry.METHODS, maps.MAPS, registry.FAILURES)

@@ -3,7 +3,6 @@ compares the rows of every host with these."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ NAMES = ("grail", "step_values", "surprisal", "turn_rloo")
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
+def rows():
     """With the first method's columns as the run's, and those of all of them."""
     # GRAIL, two of turns, and one of a column.
     signals = {name: hosts.signal_of(name) for name in NAMES}

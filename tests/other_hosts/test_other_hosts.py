@@ -63,7 +63,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     """With a tiny model, prompts, and the frameworks installed."""
     subprocess.run(["bash", "scripts/setup_hosts.sh"], cwd=ROOT, check=True)
     model, tokenizer = load_shipped()

@@ -30,7 +30,7 @@ BOX = "\\boxed{9}"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return build_agent_tokenizer()
 
 

@@ -48,7 +48,7 @@ def make_run(folder: Path, samples: pd.DataFrame, **options):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     make_run(folder / "a", A)
     make_run(folder / "b", B, seed=1)
@@ -56,7 +56,7 @@ def finished(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def pair(finished: Path, tmp_path) -> Path:
+def pair(finished, tmp_path):
     """A folder with two finished evaluations, ``a`` and ``b``."""
     return shutil.copytree(finished, tmp_path / "pair")
 

@@ -75,7 +75,7 @@ def _folder(monkeypatch):
 
 
 @pytest.fixture
-def clone(tmp_path, monkeypatch) -> Path:
+def clone(tmp_path, monkeypatch):
     """One of this test alone."""
     clone = shutil.copytree(unused(), tmp_path / "clone", symlinks=True)
     monkeypatch.setenv("PWD", str(clone))

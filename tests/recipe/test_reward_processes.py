@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,7 @@ def end_server():
 
 
 @pytest.fixture
-def short_limit(monkeypatch) -> Iterator[None]:
+def short_limit(monkeypatch):
     """Half a second of processor time for each answer."""
     end_server()
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.5")

@@ -29,7 +29,7 @@ esac
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     """The scripts in a folder of their own."""
     folder = tmp_path / "it's, [1] a=b ~"
     files = {"scripts/setup_cpu.sh": "", ".venv/bin/python": STAND_IN, "status.txt": "0"}

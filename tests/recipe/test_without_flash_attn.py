@@ -2,7 +2,6 @@
 their place is a plain computation of what torch's documentation says of them."""
 
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ SLICES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch) -> ModuleType:
+def kernels(monkeypatch):
     """The module, whose import patches verl for the length of a test."""
     verls = "logprobs_from_logits_v2"
     monkeypatch.setattr(torch_functional, verls, getattr(torch_functional, verls))

@@ -57,7 +57,7 @@ DEFINES = {
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     return tmp_path / "run"
 
 
@@ -96,7 +96,7 @@ def _save(folder: Path, step: int) -> Path:
 
 
 @pytest.fixture
-def begun(folder: Path) -> Path:
+def begun(folder):
     """The folder of a run with a checkpoint."""
     start(folder)
     _save(folder, 10)

@@ -24,7 +24,7 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 @pytest.fixture
-def dead(monkeypatch) -> list[str]:
+def dead(monkeypatch):
     """The watch's deaths."""
     monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.1)
     dead = []

@@ -2,7 +2,6 @@
 the newest TRL on the path."""
 
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -485,7 +484,7 @@ EXAMPLES = REFUSED | WARNED
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory) -> Callable[..., Arguments]:
+def arguments(tmp_path_factory):
     """Makes those of a trainer with other settings than its own: this machine cannot start all of them."""
     trainer = build(
         tmp_path_factory.mktemp("rules"), loss_type="dr_grpo", scale_rewards="group"

@@ -239,7 +239,7 @@ def received(
 
 
 @pytest.fixture(scope="module")
-def unread(tmp_path_factory) -> Tensor:
+def unread(tmp_path_factory):
     """The parameters after two generation batches whose updates nobody reads."""
     folder = tmp_path_factory.mktemp("unread")
     result = received(folder, reads=False, max_steps=8)

@@ -43,7 +43,7 @@ GOLD = {chain.text: str(chain.answer) for chain in map(Problem.parse, TEXTS)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """With the model of the CPU example and a file of problems."""
     folder = tmp_path_factory.mktemp("example")
     for part in load_shipped():

@@ -66,7 +66,7 @@ def run(rank: int, world_size: int, port: int, folder: Path):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """Results and dumps of the run with two ranks, and of the same run with one."""
     folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:

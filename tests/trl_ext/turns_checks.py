@@ -150,7 +150,7 @@ def test_the_outcome_is_trls_weighted_sum(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def complete(tmp_path_factory) -> list[Any]:
+def complete(tmp_path_factory):
     """The rows of a dump of conversations that no limit ends."""
     folder = tmp_path_factory.mktemp("complete")
     trained(folder, token_dump=folder, **talks() | ENVIRONMENT)

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -153,7 +152,7 @@ CLIENT = ROOT / "packages/verl-cpu/verl_cpu/workers/client.py"
 
 
 @pytest.fixture
-def server(tmp_path) -> Iterator[subprocess.Popen]:
+def server(tmp_path):
     """A server of forks that imports next to nothing."""
     path = tmp_path / "socket's folder/socket"
     path.parent.mkdir()

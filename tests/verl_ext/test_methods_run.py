@@ -69,7 +69,7 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Pair:
+def pair(tmp_path_factory):
     """A method a step, two of a package that is installed, by the trainer of docs/own_trainer.md, until the engine is killed
     after the last one; then everything after a checkpoint is as a kill in the last step leaves it, and the run resumes."""
     folder = tmp_path_factory.mktemp("methods")

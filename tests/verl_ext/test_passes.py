@@ -7,7 +7,6 @@ all-to-all, as flash attention has no CPU build; that kernel itself is tested wh
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from grail_advantage.data import RowScores
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from tests.core.tiny_models import char_tokenizer
 from tests.verl_ext import ranks
-from tests.verl_ext.ranks import FAMILIES, OWN, SETUPS, Results, Setup, start_ranks
+from tests.verl_ext.ranks import FAMILIES, OWN, SETUPS, Setup, start_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +53,12 @@ def check(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("passes")
 
 
 @pytest.fixture(scope="module")
-def models(folder: Path) -> dict[str, PreTrainedModel]:
+def models(folder):
     """The plain models, which the ranks load."""
     return ranks.write_models(folder)
 
@@ -97,7 +96,7 @@ class TestEverySetup:
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory) -> tuple[dict[str, Any], Results]:
+def families(tmp_path_factory):
     """The models of all architectures, and what a rank measured of them."""
     folder = tmp_path_factory.mktemp("families")
     models = {name: family.build().eval() for name, family in ranks.ARCHITECTURES.items()}

@@ -13,7 +13,7 @@ from grail_advantage.method import build
 from grail_advantage.methods.sessions import TurnMethod
 from grail_advantage.verl_ext.settings import AGENT_LOOPS, PARALLEL_CALLS
 from tests.core.tiny_models import encode
-from tests.verl_ext.one_step import Advantages, Step, row_of, same
+from tests.verl_ext.one_step import Step, row_of, same
 
 
 class Talk(NamedTuple):
@@ -46,7 +46,7 @@ def _step(name: str, *overrides: str, **options) -> Step:
 
 
 @pytest.fixture
-def expected() -> Advantages:
+def expected():
     """turn_rloo's, with the rewards of verl's agent loop."""
     return _step("turn_rloo").run()
 

@@ -85,7 +85,7 @@ def _trained() -> list[bool]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[Results]:
+def results(tmp_path_factory):
     """All updates, on two ranks."""
     folder = tmp_path_factory.mktemp("updates")
     tiny_model(layers=2).save_pretrained(folder / "qwen3")

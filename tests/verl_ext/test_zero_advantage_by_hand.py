@@ -1,10 +1,9 @@
 """How responses are shared out to the data-parallel ranks; and how zero-advantage responses leave a mini-batch: the responses,
 lengths and settings that are left, on two ranks, by hand."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def mini_batch(advantages: Sequence[Sequence[float]], **settings):
 
 
 @pytest.fixture
-def leave_out(monkeypatch) -> Callable[..., tuple[Any, list[int]]]:
+def leave_out(monkeypatch):
     """The responses that are left on this rank, of two; and the lengths that it tells the other one."""
 
     def run(data, other_rank, *, dynamic=False, rows=4):

@@ -4,10 +4,6 @@ It goes with the file: as long as Playwright is open, an event loop runs in this
 of the same process fails.
 """
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from grail_advantage.view.page import write_report
@@ -16,7 +12,7 @@ from tests.view.synthetic import write_conversations, write_dump, write_metrics
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     """A headless Chromium with a new profile: ``CHROMIUM``, or on the path."""
     path = chromium()
     if path is None:
@@ -32,7 +28,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser) -> Iterator[Callable[..., Any]]:
+def opened(browser):
     """Opens reports, without a network and without motion; fails when a page wrote to the console or asked for more files."""
     pages = []
     # What the pages wrote to the console, and the files that they asked for.
@@ -73,7 +69,7 @@ def opened(browser) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory):
     """Two runs, and one response set under three methods, each with its report."""
     folder = tmp_path_factory.mktemp("runs")
     for name, seed in (("grail", 5), ("uniform", 6)):

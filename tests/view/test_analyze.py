@@ -440,7 +440,7 @@ def save(folder: str, seed: int = 0):
 
 
 @pytest.fixture
-def call(monkeypatch, tmp_path) -> Call:
+def call(monkeypatch, tmp_path):
     """The command, in a folder of its own with a tiny model."""
     monkeypatch.chdir(tmp_path)
     save("model")

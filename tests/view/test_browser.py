@@ -6,7 +6,6 @@ The fixture ``opened`` fails every test whose page wrote to the console or asked
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
-def rows(runs: Path) -> list[DumpRow]:
+def rows(runs):
     return list(read_dump(runs / "grail" / "tokens"))
 
 
@@ -382,7 +381,7 @@ TEXTS = list(HOSTILE)
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory) -> Path:
+def hostile(tmp_path_factory):
     """A page in which every text that a model, a user or a file can write is such a text."""
     folder = tmp_path_factory.mktemp("hostile") / "<img src=x onerror=alert(9)>"
     count = len(TEXTS)

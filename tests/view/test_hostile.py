@@ -208,7 +208,7 @@ class Foreign:
 
 
 @pytest.fixture
-def foreign(tmp_path, capsys, caplog) -> Foreign:
+def foreign(tmp_path, capsys, caplog):
     return Foreign(tmp_path, capsys, caplog)
 
 
