@@ -48,7 +48,9 @@ def tables(page: str) -> dict[str, dict[str, list[str]]]:
     for title, block in itertools.pairwise(block.strip() for block in blocks):
         if block.startswith("|"):
             rows = [line.strip("| ").split(" | ") for line in block.splitlines()[2:]]
-            named[title.partition(". ")[0]] = {label: cells for label, *cells in rows}
+            named[title.partition(". ")[0].rstrip(".")] = {
+                label: cells for label, *cells in rows
+            }
     return named
 
 
