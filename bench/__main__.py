@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> None:
         else:
             say(*report(Path(*words)).splitlines())
     except (ValueError, OSError) as error:
-        raise SystemExit(visible(f"bench: {error}", breaks=False)) from error
+        raise SystemExit(visible(f"bench: {error}")) from error
 
 
 if __name__ == "__main__":

@@ -40,11 +40,13 @@ DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy", REF_LOG_PROBS: "ref
 LARGEST = 1e18
 
 
-def within_range(values: Tensor) -> Tensor:
-    """Say which rewards or advantages can train, bool: false for NaN, an infinity, and more than ``LARGEST``."""
+def within_range(values: Any) -> Any:
+    """Say which rewards or advantages can train: false for NaN, an infinity, and more than ``LARGEST``. A tensor or an
+    array gives bool of its shape, a number a bool."""
     # In half precision LARGEST is rounded, or an infinity; whole numbers would be rounded to the default dtype.
-    wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
-    return wide.abs() <= LARGEST
+    if isinstance(values, Tensor) and values.dtype not in (torch.float32, torch.float64):
+        values = values.float()
+    return abs(values) <= LARGEST
 
 
 def outcome_of(reward: float | None) -> str | None:

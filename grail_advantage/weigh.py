@@ -249,11 +249,14 @@ def _weights(method: Method, r: Rollouts, selected: Tensor, scores: Tensor) -> W
 
 def _check_weights(method: Method, mapped: Weights, r: Rollouts, where: Tensor) -> None:
     """Raise ValueError for what is not :class:`Weights` of shape (B, T), or has one below 0 in ``where``, bool (B, T)."""
-    shape = getattr(getattr(mapped, "values", None), "shape", None)
-    if not isinstance(mapped, Weights) or shape != r.mask.shape:
-        expected = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
-        got = type(mapped).__name__ if shape is None else tuple(shape)
-        raise ValueError(f"{method.name}: weights() must return {expected}, got {got}")
+    expected = f"Weights(values) with values of shape {tuple(r.mask.shape)}"
+    if not isinstance(mapped, Weights):
+        raise ValueError(
+            f"{method.name}: weights() must return {expected}, got {type(mapped).__name__}"
+        )
+    if mapped.values.shape != r.mask.shape:
+        shape = tuple(mapped.values.shape)
+        raise ValueError(f"{method.name}: weights() must return {expected}, got {shape}")
     if ((mapped.values < 0) & where).any():
         raise ValueError(
             f"{method.name}: a weight below 0 would flip the advantage; clip the weights in weights()"

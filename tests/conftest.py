@@ -38,7 +38,7 @@ torch.set_num_threads(1)
 # Files of a group run one after another, in one process. Whole verl runs take 6 to 10 GB, and Ray kills workers where that runs
 # short; files with forks share the server of ``tests/forked.py``, whose imports take as long as many of their tests. Any other
 # file is a group by itself; those that are named take over half a minute, and would leave other cores idle if they began last.
-# The longest come first: of about five minutes, of three, and of four, whose second half waits for Ray more than it computes.
+# The longest come first; the whole run of verl, of three minutes, waits for Ray more than it computes.
 GROUPS = [
     "verl_ext/test_passes.py verl_ext/test_updates.py verl_ext/test_checks.py "
     "run_life/test_run_life.py benchmarks/test_benchmarks.py",

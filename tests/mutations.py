@@ -297,7 +297,7 @@ grail_advantage/answers/missing.py::is_low
         core/test_answer_format.py
 grail_advantage/data.py::within_range
     # The largest advantage trains nothing.
-    A.abs() <= LARGEST => A.abs() < LARGEST
+    abs(A) <= LARGEST => abs(A) < LARGEST
         core/test_weights_by_hand.py::test_a_reward_trains_up_to_the_largest
 grail_advantage/api.py::_check_model
     # A tenth of unknown tokens is refused.

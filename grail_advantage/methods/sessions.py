@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grail_advantage.data import LARGEST, OLD_LOG_PROBS, Rollouts, runs
+from grail_advantage.data import OLD_LOG_PROBS, Rollouts, runs, within_range
 from grail_advantage.method import AdvantageMethod, option
 from grail_advantage.methods.turn_rewards import UncertainError, rewards_by_turn
 
@@ -102,8 +102,7 @@ class TurnMethod(AdvantageMethod):
         groups: dict[Hashable, list[Session]] = defaultdict(list)
         for session in sessions:
             try:
-                # So that NaN is refused, too
-                if not abs(session.outcome) <= LARGEST:
+                if not within_range(session.outcome):
                     raise UncertainError(
                         f"has the outcome {session.outcome}, which is not finite or too large"
                     )

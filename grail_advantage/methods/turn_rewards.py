@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.data import LARGEST
+from grail_advantage.data import within_range
 
 # By turn; a list for several calls of a turn
 Rewards = Sequence[float | Sequence[float | None] | None]
@@ -47,7 +47,7 @@ def read_rewards(rewards: Any) -> tuple[list[list[float]], bool]:
         except OverflowError:
             # A whole number beyond the floats, as 10**400
             values = np.array([math.inf])
-        if not (abs(values) <= LARGEST).all():
+        if not within_range(values).all():
             raise UncertainError(f"has the reward {entry!r}, which is not finite or too large")
         calls.append(values.tolist())
     return calls, is_flat

@@ -538,7 +538,7 @@ class Comparison(Arrived):
         if rest_name == "stale":
             times_K = got_K / value_K
             times_K = times_K[times_K.isfinite() & (times_K > 0)]
-            low, high = middle_98(times_K)
+            low, high = percentiles(times_K)
             what = (
                 f"the ratio in the loss is mostly {low:.3g} to {high:.3g} times that of the batch"
             )
@@ -641,8 +641,8 @@ def is_added(value_K: Tensor, got_K: Tensor, advantage_K: Tensor) -> bool:
     return added < 0.7 * times and times > noise
 
 
-def middle_98(values_K: Tensor) -> list[float]:
-    """The quantiles 0.01 and 0.99 of values, float64."""
+def percentiles(values_K: Tensor) -> list[float]:
+    """The 1st and the 99th percentile of values, float64."""
     # torch takes quantiles of 2^24 values at most.
     some_K = values_K[:: len(values_K) // 2**24 + 1]
     return some_K.quantile(torch.tensor([0.01, 0.99], dtype=torch.float64)).tolist()

@@ -89,7 +89,7 @@ def test_differences_by_hand():
         scores=torch.tensor([[nan, 1.0, 3.0, 2.0], [nan, 9.0, 1.0, nan]]),
         weights=torch.tensor([[7.0, 1.5, 2.0, 3.0], [0.0, 1.0, 0.0, 0.0]]),
     )
-    got = plain.compared(rounded, exact)  # type: ignore[arg-type]
+    got = plain.compared(rounded, exact)
     # Off by 0.5, 0, 0 and 0, 1; rank correlation 1 - 6 * 2 / (3 * 8) = 0.5 in the first row and 1 in the second.
     # The weights 1, 2, 3, 1, 1 have the mean 1.6 and the variance 3.2 / 4.
     assert got[plain.SHARE] == pytest.approx(0.3 / 0.8**0.5)

@@ -107,7 +107,7 @@ def weights_of(method: Method, rows: Sequence[Row], **parts) -> Weights:
 def close(
     got: Sequence[Sequence[float]],
     expected: Sequence[Sequence[float]],
-    tolerance: float = 1e-06,
+    tolerance: float = 1e-6,
 ):
     """Row by row, so that a failure names the response."""
     for index, (values, desired) in enumerate(zip(got, expected, strict=True)):

@@ -377,7 +377,7 @@ def test_a_registered_class_is_a_method_with_options():
 def test_what_cannot_be_registered_is_refused():
     """A taken name but to the class itself, whose module may be loaded again; and maps without typed options."""
 
-    def untyped(x: Tensor, m: Tensor, factor=1.0) -> Weights:  # type: ignore[no-untyped-def]
+    def untyped(x: Tensor, m: Tensor, factor=1.0) -> Weights:
         return Weights(x)
 
     def top(x: Tensor, m: Tensor) -> Weights:

@@ -28,7 +28,7 @@ from grail_advantage.receipt import (
     check,
     verl_loss,
 )
-from grail_advantage.receipt.check import ks_distance, middle_98
+from grail_advantage.receipt.check import ks_distance, percentiles
 from grail_advantage.receipt.report import main, read, write
 from tests.core.receipt_faults import MADE_UP, THREADS, cells, misnamed, quiet, rank_tokens
 from tests.core.receipt_loop import (
@@ -465,6 +465,6 @@ def test_distances_of_distributions_are_scipys_whatever_the_order_of_equal_value
         assert distance == pytest.approx(expected, abs=1e-12)
 
 
-def test_quantiles_of_more_values_than_torch_takes():
+def test_percentiles_of_more_values_than_torch_takes():
     values_K = torch.arange(2**24 + 8, dtype=torch.float64)
-    assert middle_98(values_K) == pytest.approx([0.01 * 2**24, 0.99 * 2**24], rel=1e-5)
+    assert percentiles(values_K) == pytest.approx([0.01 * 2**24, 0.99 * 2**24], rel=1e-5)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -251,10 +252,11 @@ def test_a_reward_is_right_above_0():
 
 def test_a_reward_trains_up_to_the_largest():
     # 1e18 itself trains, the next float does not.
-    values = torch.tensor(
-        [LARGEST, -LARGEST, math.nextafter(LARGEST, INF), INF, NAN], dtype=torch.float64
-    )
-    assert within_range(values).tolist() == [True, True, False, False, False]
+    numbers = [LARGEST, -LARGEST, math.nextafter(LARGEST, INF), INF, NAN]
+    expected = [True, True, False, False, False]
+    assert list(map(within_range, numbers)) == expected
+    assert within_range(np.array(numbers)).tolist() == expected
+    assert within_range(torch.tensor(numbers, dtype=torch.float64)).tolist() == expected
 
 
 LOW = 0.125

@@ -23,7 +23,7 @@ FIRST_FAULT = 2
 def stub(name: str, **members):
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, is_package=True)
-    module.__path__ = []  # type: ignore[attr-defined]
+    module.__path__ = []
     vars(module).update(members)
     sys.modules[name] = module
 
@@ -96,12 +96,12 @@ def copy_weights(trainer):
 
 def record_steps(maker_class: type):
     """What OpenRLHF's own experience maker gives for a batch, and the advantages that ours gives."""
-    weigh_experiences = maker_class.compute_advantages_and_returns  # type: ignore[attr-defined]
+    weigh_experiences = maker_class.compute_advantages_and_returns
     parent = maker_class.__bases__[0]
 
     def recorded(maker, experiences):
         copied = copy.deepcopy(experiences)
-        unweighted = parent.compute_advantages_and_returns(maker, copied)  # type: ignore[attr-defined]
+        unweighted = parent.compute_advantages_and_returns(maker, copied)
         weighed = weigh_experiences(maker, experiences)
         step = [
             (vars(inputs), results.advantages)
@@ -110,11 +110,11 @@ def record_steps(maker_class: type):
         torch.save(step, Path(os.environ["RECORD"], f"step_{maker.step}.pt"))
         return weighed
 
-    maker_class.compute_advantages_and_returns = recorded  # type: ignore[attr-defined]
+    maker_class.compute_advantages_and_returns = recorded
 
 
 def plant_fault(trainer_class: type):
-    training_step = trainer_class.training_step  # type: ignore[attr-defined]
+    training_step = trainer_class.training_step
 
     def flattened(trainer, experience, *arguments, **named):
         mask = experience.action_mask
@@ -126,7 +126,7 @@ def plant_fault(trainer_class: type):
             experience.advantages = mean * mask
         return training_step(trainer, experience, *arguments, **named)
 
-    trainer_class.training_step = flattened  # type: ignore[attr-defined]
+    trainer_class.training_step = flattened
 
 
 class Engine:
